@@ -18,7 +18,7 @@ from .fp8_checks import (
     scale_violations,
 )
 from .numbers import Arguments
-from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
+from .operands import keys_of, layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .table import ROW_OF_OPERAND, SCALES
 from .tensors import Described, dtype_name, is_fp8, named
 
@@ -57,7 +57,7 @@ def violations(
     reasons += fragment_values.violations(optional, arguments, sequences, heads)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(
-        optional["attn_mask"], sequences, extents, arguments, backward="d_o" in tensors
+        sequences, extents, optional, arguments, backward="d_o" in tensors
     )
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
     reasons += schedule.violations(optional["schedule"], sequences)
@@ -172,20 +172,21 @@ def _is_rng_state(state: Described) -> bool:
 
 
 def _mask_violations(
-    attn_mask: Described | None,
     sequences: int,
     extents: Mapping[str, Extent],
+    optional: Mapping[str, Described | None],
     arguments: Arguments,
     *,
     backward: bool,
 ) -> Iterator[str]:
     """Beside packed tokens nobody here knows how far a mask must reach, nor where it ends."""
+    attn_mask = optional["attn_mask"]
     if attn_mask is None:
         if masks_of(arguments.mask).arbitrary:
             yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
         return
     if made_mask.is_made(attn_mask):
-        sizes = sequences, extents["q"].heads, extents["q"].seq, extents["k"].seq
+        sizes = sequences, extents["q"].heads, extents["q"].seq, keys_of(extents, optional)
         yield from made_mask.violations(attn_mask, *sizes, backward=backward)
     elif found := _misfit(attn_mask, "bool", sequences, extents, arguments.layout):
         yield f"attn_mask {found}"

@@ -11,6 +11,7 @@ from ..kernels.selection import name_of
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import MAX_SPLITS, Extent, Scalars
 from ..spec.layouts import parse
+from .made_mask import is_made
 from .mask_bits import reach_of
 from .numbers import Arguments
 from .operands import keys_of
@@ -60,7 +61,8 @@ def numbers_of(
             for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
                 found[f"{name}_{field}"] = value
             found["kv_room"] = keys_of(extents, optional)
-    if found and (mask := optional.get("attn_mask")) is not None:
+    mask = optional.get("attn_mask")
+    if found and mask is not None and not is_made(mask):
         reach = reach_of(mask).get("kv_longest", found["kv_room"])
         found["kv_room"] = min(found["kv_room"], reach)
     return found

@@ -16,6 +16,7 @@ from .tensors import Described, dtype_name, is_contiguous
 GRANULE = 64  # positions that share a bit of a map, as block_map.cuh has it
 SPARE_GRANULES = 4  # rows of a map behind the last that a tile may reach
 _ALIGNED = 4  # words of 16 bytes
+_SECTOR = 8  # words that memory moves at a time
 
 
 class Parts(NamedTuple):
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
 
     @property
     def map_words(self) -> int:
-        """Words of its maps. All of a plane is zeros before the kernel marks what it finds."""
+        """Words of its maps, which are zeros before the kernel marks what it finds."""
         return self.row_map + self.column_map
 
     @property
@@ -54,7 +55,7 @@ def parts_of(s_q: int, s_kv: int, *, columns: bool) -> Parts:
     """The parts of a plane of so many queries and keys. columns: with those that gradients need."""
     q_granules, kv_granules = (-(-length // GRANULE) for length in (s_q, s_kv))
     row_map_stride, column_map_stride = _map_words(kv_granules), _map_words(q_granules)
-    rows_stride, columns_stride = words_of(s_kv), words_of(s_q)
+    rows_stride, columns_stride = (-(-words_of(x) // _SECTOR) * _SECTOR for x in (s_kv, s_q))
     return Parts(
         row_map=(q_granules + SPARE_GRANULES) * row_map_stride,
         column_map=(kv_granules + SPARE_GRANULES) * column_map_stride * columns,

@@ -10,6 +10,7 @@ from ..fragments.lowering import CAPTURED, NUMBER
 from ..fragments.program import Program
 from ..kernels.family import Choice
 from ..runtime.launch import prepare
+from ..runtime.parameters import AXES
 from ..runtime.run_time import Extent, Scalars
 from ..spec.mask_checks import spec_of_mask
 from . import kernel_choice, made_mask
@@ -51,16 +52,18 @@ def prepare_mask(
     sizes: tuple[int, int],
     device: Device,
     blocks: ListedBlocks | None = None,
+    shown: Described | None = None,
 ) -> PreparedMask:
     """The launch that makes a mask.
 
     numbers, captures: what the program reads; made: the mask, of `made_mask.parts_of` these
-    sizes, queries and keys; blocks: what lists say of blocks, if there are any. Raises: SpecError,
+    sizes, queries and keys; blocks: what lists say of blocks, if there are any; shown: bool, a
+    broadcast of [b, h, queries, keys], what else says which pairs take part. Raises: SpecError,
     CompileError, LaunchError.
     """
     (kernel,) = kernel_choice.kernels_of(spec_of_mask(program.name), device, Choice())
     given: dict[str, int | float] = {**made_mask.numbers_of(made, *sizes)}
-    given |= _numbers_of(blocks)
+    given |= {**_numbers_of(blocks), **_strides_of(shown)}
     given |= {f"{PREFIX}{NUMBER}{place}": number for place, number in enumerate(numbers)}
     for place, tensor in enumerate(captures):
         name = f"{PREFIX}{CAPTURED}{place}"
@@ -73,6 +76,7 @@ def prepare_mask(
     sources = made_mask.sources_of(made, *sizes)
     names = (OPERAND, *(f"{PREFIX}{CAPTURED}{place}" for place in range(len(captures))))
     names += ("mask_blocks",) if blocks else ()
+    names += ("mask_shown",) if shown is not None else ()
     absent = {name for _, name in launched.pointers} - {*names, *(name for name, _, _ in sources)}
     return PreparedMask(
         device=device,
@@ -95,3 +99,11 @@ def _numbers_of(blocks: ListedBlocks | None) -> dict[str, int]:
         "mask_blocks_rows": rows,
         "mask_blocks_columns": columns,
     }
+
+
+def _strides_of(shown: Described | None) -> dict[str, int]:
+    """The strides of booleans, 0 where they are broadcast; of none all are 0."""
+    sizes, strides = ((), ()) if shown is None else (tuple(shown.shape), shown.stride())
+    missing = (0,) * (len(AXES) - len(sizes))
+    steps = [step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True)]
+    return {f"mask_shown_stride_{x}": n for x, n in zip(AXES, (*missing, *steps), strict=True)}

@@ -99,7 +99,7 @@ class Program:
             return self.operation(self.value).type == "b"
         return self.value.startswith("b:")
 
-    @property
+    @cached_property
     def learned_captures(self) -> tuple[int, ...]:
         """The captured tensors, by their numbers, that have gradients."""
         loads = (self.operation(load) for load, _ in self.learned)

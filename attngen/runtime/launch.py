@@ -146,7 +146,7 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
     if kernel.grid == "tiles":
         return int(values["tiles"]), 1, 1
     if kernel.grid == "multiprocessors":
-        return loaded.multiprocessors, 1, 1
+        return loaded.multiprocessors * kernel.ctas, 1, 1
     if kernel.grid == "one":
         return 1, 1, 1
     if kernel.grid == "splits":

@@ -163,6 +163,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
         *_strides("mask_row_map", "batch", "head", "row"),
         *_strides("mask_column_map", "batch", "head", "row"),
         *_strides("mask_blocks", "batch", "head", "row"),
+        *_strides("mask_shown", *AXES),
         *("mask_block_queries", "mask_block_keys", "mask_blocks_rows", "mask_blocks_columns"),
     ),
     "gradient of a bias": (

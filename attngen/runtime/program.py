@@ -95,7 +95,7 @@ class KernelEntry:
 
     `grid`: at most `ctas` CTAs an SM, which share the tiles, `block_ctas` parts of each; or one an
     SM, two of which are a cluster that shares a tile; or one for each tile; or `block_ctas` CTAs
-    for each block of `row_block` queries of each head, or one for `cta_blocks` of them; or one CTA
+    for each block of `row_block` queries of each head, or one for `cta_blocks` of them; or `ctas`
     an SM; or one for each split of the keys of `tile_rows` rows of a key/value head; or one for
     `tile_rows` rows of the output; or one in all.
     `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
-from .problem import LISTED
 from .violations import Violation
 
 Limits = dict[str, tuple[int, str]]  # by field: the largest, and why
@@ -74,9 +73,7 @@ def check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
 
 def _wide_head_dims(spec: AttentionSpec) -> Limits | None:
     """Limits above MAX_HEAD_DIM, where kernels have such head dims: of 16-bit operands that do not
-    lie in pages, where no blocks of a mask made before are asked for."""
-    if spec.mask_mod == LISTED:
-        return None
+    lie in pages."""
     dtypes = {spec.dtype, spec.kv_dtype or spec.dtype}
     paged = layouts.parse(spec.layout).paged
     computes = {*spec.directions} <= {"fwd", "bwd"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..fragments.features import Features
 from ..fragments.program import MASK_PREFIX
 from . import layouts
-from .attention_spec import DTYPES_8BIT, AttentionSpec
+from .attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec
 from .masks import masks_of
-from .problem import CAST_HEAD_DIM, LISTED
+from .problem import BITS, CAST_HEAD_DIM, LISTED
 from .violations import Violation
 
 
@@ -16,22 +18,34 @@ def spec_of_mask(name: str) -> AttentionSpec:
     return AttentionSpec(head_dim=CAST_HEAD_DIM, mask=name, directions=("mask",))
 
 
-def check_listed(spec: AttentionSpec, features: Features) -> list[Violation]:
-    """Find what is missing in kernels that visit the blocks of a mask made before."""
-    found: list[Violation] = []
+def iteration_of(spec: AttentionSpec) -> str:
+    """Which blocks kernels visit under a mask made before: those that it shows, or of 8 bits, over
+    pages, beside biases and of wide heads all of the range."""
+    eight = spec.dtype in DTYPES_8BIT or spec.widens
+    wide = max(spec.head_dim, spec.head_dim_v or spec.head_dim) > MAX_HEAD_DIM
+    others = eight or wide or layouts.parse(spec.layout).paged or spec.bias != "none"
+    return BITS if others else LISTED
+
+
+def as_booleans(spec: AttentionSpec) -> AttentionSpec:
+    """The spec whose mask, made before, is booleans: kernels serve either or neither."""
+    return replace(spec, mask_mod=False, attn_mask=True)
+
+
+def named_mask_mod(found: Violation) -> Violation:
+    """The violation as one of a mask_mod, where it is of the booleans that stand for that."""
+    return replace(found, field="mask_mod") if found.field == "attn_mask" else found
+
+
+def check_made(spec: AttentionSpec, features: Features) -> list[Violation]:
+    """Find what is wrong with the name of a mask made before."""
     name = spec.mask_mod
-    if isinstance(name, bool):
-        return found
-    traced = name.startswith(MASK_PREFIX) and name in features["mask"]
-    if name != LISTED and not traced:
-        reason = f"mask_mod {name!r} is unknown; available: {LISTED!r}, of a mask made before the "
-        found.append(Violation("mask_mod", reason + "call's kernels, or a function", LISTED))
-    layout = layouts.parse(spec.layout)
-    lacking = spec.dtype in DTYPES_8BIT or spec.widens or layout.paged or spec.decode
-    if lacking or spec.bias != "none":
-        reason = "mask_mod: kernels that visit the blocks of a mask have no 8 bits, pages, split "
-        found.append(Violation("mask_mod", reason + "keys and biases yet; pass attn_mask", False))
-    return found
+    if isinstance(name, bool) or name == LISTED:
+        return []
+    if name.startswith(MASK_PREFIX) and name in features["mask"]:
+        return []
+    reason = f"mask_mod {name!r} is unknown; available: {LISTED!r}, of a mask made before the "
+    return [Violation("mask_mod", reason + "call's kernels, or a function", LISTED)]
 
 
 def check_traced_mask(spec: AttentionSpec) -> list[Violation]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast", "mask"]
 LISTED = "listed"  # the iteration of kernels that visit the blocks that a mask made before shows
+BITS = "bits"  # of those that visit others, too, and read its bits
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
 CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length, and of a mask
@@ -91,8 +92,18 @@ class Problem:
 
     @property
     def listed(self) -> bool:
-        """Whether the bits of its `attn_mask`, and which blocks these show, were made before."""
+        """Whether kernels visit the blocks that a mask made before shows."""
         return self.kv_iter == LISTED
+
+    @property
+    def made(self) -> bool:
+        """Whether the bits of its `attn_mask`, and which blocks these show, were made before."""
+        return self.kv_iter in (LISTED, BITS)
+
+    @property
+    def packs_mask(self) -> bool:
+        """Whether its `attn_mask` is booleans, which a kernel before the others packs."""
+        return self.attn_mask and not self.made
 
     @property
     def gather(self) -> bool:

@@ -21,7 +21,14 @@ from .fragment_checks import (
     switched,
 )
 from .head_dims import check_head_dims, head_dim_step
-from .mask_checks import check_listed, check_traced_mask, spec_of_mask
+from .mask_checks import (
+    as_booleans,
+    check_made,
+    check_traced_mask,
+    iteration_of,
+    named_mask_mod,
+    spec_of_mask,
+)
 from .masks import masks_of, without_arbitrary
 from .mixed import MIXED, check_mixed
 from .problem import BIASED_HEAD_DIM, LISTED, Direction, Problem, Sequence
@@ -55,7 +62,7 @@ def resolve(
         changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
         reasons = [f"{_at(place, v.field)}{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
-    masks, listed = masks_of(spec.mask), isinstance(spec.mask_mod, str)
+    masks, made = masks_of(spec.mask), isinstance(spec.mask_mod, str)
     digests = [each.digest for each in called_fragments(spec, features)]
     q_seq, kv_seq = sequences_of(spec)
     forward = Problem(
@@ -71,12 +78,12 @@ def resolve(
         q_seq=q_seq,
         kv_seq=kv_seq,
         kv_fetch=fetch_of(spec),
-        kv_iter=LISTED if listed else "range",
+        kv_iter=iteration_of(spec) if made else "range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         positions=spec.positions,
         continues=spec.continues,
-        attn_mask=spec.attn_mask or masks.arbitrary or listed,
+        attn_mask=spec.attn_mask or masks.arbitrary or made,
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
@@ -154,6 +161,8 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     found = _check_layout(spec)
     if found:
         spec = dataclasses.replace(spec, layout=found[0].nearest)
+    is_made, found = isinstance(spec.mask_mod, str), found + check_made(spec, features)
+    spec = as_booleans(spec) if is_made else spec
     found += [
         *_check_operands(spec),
         *_check_features(spec, features),
@@ -164,7 +173,8 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *check_mixed(spec),
         *check_scaling(spec),
     ]
-    return found + _check_targets(spec)
+    found += _check_targets(spec)
+    return [named_mask_mod(each) if is_made else each for each in found]
 
 
 def _check_targets(spec: AttentionSpec) -> list[Violation]:
@@ -367,4 +377,4 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     for switch in SWITCHES:
         if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
-    return found + check_listed(spec, features) + check_traced_mask(spec)
+    return found + check_traced_mask(spec)

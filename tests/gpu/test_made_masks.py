@@ -79,10 +79,38 @@ def test_lists_of_blocks_stand_beside_masks_scores_and_an_order() -> None:
     check(128, mod, seqused_kv=varlen.int32((KEYS, 201)))
 
 
+@pytest.mark.parametrize("shape", [(ROWS, KEYS), (2, 1, ROWS, 1), (HEADS, 1, KEYS)])
+def test_booleans_beside_a_function_hide_what_they_hide(shape) -> None:
+    draw = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape)))
+    shown = (draw < 0.7).to(oracle.DEVICE)
+    check(64, documents(oracle.DEVICE), attn_mask=shown)
+
+
 @pytest.mark.slow
+def test_masks_follow_booleans_that_change() -> None:
+    q, k, v = oracle.operands(1, HEADS, 1, 64, 128, 64)
+    schedule, mod = attngen.Schedule(), islands(oracle.DEVICE)
+    shown = torch.ones(64, 128, dtype=torch.bool, device=oracle.DEVICE)
+
+    def out(backend: str) -> torch.Tensor:
+        given: dict[str, Any] = {"mask_mod": mod, "attn_mask": shown, "backend": backend}
+        with torch.no_grad():
+            return attngen.attention(q, k, v, schedule=schedule, **given).float()
+
+    found = []
+    for keys in (128, 70):
+        shown[:, keys:] = False
+        found.append(out("cuda"))
+        torch.testing.assert_close(found[-1], out("reference"), rtol=2e-2, atol=2e-2)
+    assert not torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mod", [None, islands], ids=["alone", "beside a function"])
 @pytest.mark.parametrize("size", [(128, 128), (32, 48), (7, 90)])
-def test_lists_of_a_block_mask_are_believed(size) -> None:
-    """Blocks in no list show nothing, whole ones all, the others what the function says."""
+def test_lists_of_a_block_mask_are_believed(size, mod) -> None:
+    """Blocks in no list show nothing, whole ones all, the others what the function says; of two
+    functions both do."""
     device, (down, across) = oracle.DEVICE, size
     rows, columns = -(-ROWS // down), -(-KEYS // across)
     draw = torch.rand(2, 1, rows, columns, generator=torch.Generator().manual_seed(down))
@@ -95,7 +123,7 @@ def test_lists_of_a_block_mask_are_believed(size) -> None:
         mask_mod=MODS["documents"](device),
         seq_lengths=(ROWS, KEYS),
     )
-    check(64, None, block_mask=made)
+    check(64, mod and mod(device), block_mask=made)
 
 
 @pytest.mark.slow

@@ -59,22 +59,27 @@ prepared_masks: CallCache[PreparedMask] = CallCache(guard)
 @dataclass(frozen=True, eq=False)
 class Maker:
     """The making of masks of one shape, of one program and its numbers, of captured tensors of one
-    format each; block_states: of a BlockMask."""
+    format each. map_words: of a plane; block_states: of a BlockMask."""
 
     shape: tuple[int, ...]
+    map_words: int
     device: torch.device
     prepared: PreparedMask
     block_states: Tensor | None = None
 
-    def __call__(self, captures: Sequence[Tensor]) -> Tensor:
-        """A mask of these tensors. Raises: LaunchError."""
+    def __call__(self, captures: Sequence[Tensor], shown: Tensor | None = None) -> Tensor:
+        """A mask of these tensors. shown: booleans beside the function, if it was made for such.
+        Raises: LaunchError."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # a call that trains may save it
-                return self(captures)
-        made = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
+                return self(captures, shown)
+        made = torch.empty(self.shape, dtype=torch.int32, device=self.device)
+        made[..., : self.map_words].zero_()
         pointers = [made.data_ptr(), *[x.data_ptr() for x in captures]]
         if self.block_states is not None:
             pointers.append(self.block_states.data_ptr())
+        if shown is not None:
+            pointers.append(shown.data_ptr())
         if is_current(self.prepared.device):
             start(self.prepared, pointers)
         else:
@@ -103,13 +108,18 @@ def maker_of(
     *,
     columns: bool,
     listed: Listed | None = None,
+    shown: Tensor | None = None,
 ) -> Maker:
     """The making of a mask_mod's masks.
 
-    columns: with what gradients need; listed: blocks of which it says what takes part, if not all.
+    columns: with what gradients need; listed: blocks of which it says what takes part, if not all;
+    shown: booleans beside it, a broadcast of [b, h, s_q, s_kv].
     Raises: SpecError where it is too large; CompileError, LaunchError.
     """
-    on, (batches, heads) = places_of(traced.program), listed.states.shape[:2] if listed else (1, 1)
+    on = places_of(traced.program)
+    states = listed.states if listed else None
+    beside = [tuple(x.shape) for x in (states, shown) if x is not None]
+    heads, batches = (max([1, *[x[axis] for x in beside if len(x) >= -axis]]) for axis in (-3, -4))
     planes = (
         sizes.b if "b" in on or batches > 1 else 1,
         sizes.h if "h" in on or heads > 1 else 1,
@@ -122,8 +132,7 @@ def maker_of(
         )
     shape, program, places = (*planes, parts.words), traced.program, (sizes.i, sizes.j)
     block = (listed.queries, listed.keys) if listed else None
-    states = listed.states if listed else None
-    tensors = (*traced.captures, states)
+    tensors = (*traced.captures, states, shown)
     # Numbers by their types, too: 1, 1.0 and True are equal.
     numbers = tuple(map(repr, traced.numbers))
     key = program.name, numbers, places, block, shape, device, *map(format_of, tensors)
@@ -134,6 +143,7 @@ def maker_of(
         blocks = ListedBlocks(described(states), *block) if block and states is not None else None
         form = TensorDesc.contiguous(shape, "int32")
         where = device_of(device)
-        return prepare_mask(program, traced.numbers, captures, form, places, where, blocks)
+        more = None if shown is None else described(shown)
+        return prepare_mask(program, traced.numbers, captures, form, places, where, blocks, more)
 
-    return Maker(shape, device, prepared_masks.remember(key, prepared), states)
+    return Maker(shape, parts.map_words, device, prepared_masks.remember(key, prepared), states)

@@ -18,6 +18,7 @@ from ...spec.masks import joined
 from .callable_program import Traced
 
 Tree = Any  # a word of a program, or an operation's name with its trees
+Sizes = tuple[int, int, int, int]  # sequences, query heads, queries, keys
 _ALL = "b:1"
 _ROUNDING = 1e-6  # relative: of a number's reciprocal
 
@@ -28,6 +29,14 @@ class _Alibi(NamedTuple):
 
     capture: int
     signed: bool
+
+
+class _Bias(NamedTuple):
+    """A captured number for each pair. capture: of which tensor; axes: those of it, of b, h, i, j
+    in this order."""
+
+    capture: int
+    axes: tuple[str, ...]
 
 
 class _Window(NamedTuple):
@@ -41,30 +50,34 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BuiltIn:
-    """A program that attngen has built in. arguments: those that stand for it; alibi: where these
-    depend on the call; prefix: the number of the captured tensor that has those of sequences."""
+    """A program that attngen has built in. arguments: those that stand for it; alibi, bias: where
+    these depend on the call; prefix: the number of the captured tensor that has those of
+    sequences."""
 
     arguments: dict[str, Any]
     alibi: _Alibi | None = None
     prefix: int | None = None
+    bias: _Bias | None = None
 
     @property
     def reads(self) -> bool:
         """Whether what stands for it has captured tensors."""
-        return self.alibi is not None or self.prefix is not None
+        return any(x is not None for x in (self.alibi, self.prefix, self.bias))
 
 
 def score_arguments(
     own: BuiltIn,
     captures: Sequence[Tensor],
     given: Mapping[str, Any],
-    sizes: tuple[int, int],
+    sizes: Sizes,
 ) -> dict[str, Any] | None:
     """The arguments of a call that stand for its `score_mod`; None where there are none.
 
-    captures: tensors that this reads; given: what else the call gives; sizes: its sequences and
-    query heads, -1 where the shapes of its tensors do not say so.
+    captures: tensors that this reads; given: what else the call gives; sizes: its sequences, query
+    heads, queries and keys, -1 where the shapes of its tensors do not say so.
     """
+    if own.bias is not None:
+        return _bias_arguments(own.bias, captures, given, sizes)
     found = own.alibi
     if found is None:
         return None if given.get("softcap") else own.arguments
@@ -76,8 +89,27 @@ def score_arguments(
     if found.signed and given.get("mask") not in ("causal", "padding_causal"):
         return None
     slopes = captures[found.capture]
-    fits = slopes.is_floating_point() and slopes.shape in (sizes[1:], sizes)
+    fits = slopes.is_floating_point() and slopes.shape in (sizes[1:2], sizes[:2])
     return {"alibi_slopes": slopes} if fits else None
+
+
+def _bias_arguments(
+    bias: _Bias, captures: Sequence[Tensor], given: Mapping[str, Any], sizes: Sizes
+) -> dict[str, Any] | None:
+    """The captured tensor as `bias`, where that is all that a call adds, of Q's dtype and sizes;
+    beside a mask made before only programs leave out what that hides."""
+    table, made = captures[bias.capture], given.get("attn_mask")
+    beside = given.get("bias") is not None or callable(given.get("mask_mod"))
+    beside = beside or given.get("block_mask") is not None
+    beside = beside or (made is not None and made.dtype != torch.bool)
+    if beside or table.dtype != given["q"].dtype or not _is_plain(given):
+        return None
+    named = dict(zip("bhij", sizes, strict=True))
+    if tuple(table.shape) != tuple([named[axis] for axis in bias.axes]):
+        return None
+    for place, axis in enumerate("bhij"):
+        table = table if axis in bias.axes else table.unsqueeze(place)
+    return {"bias": table, "bias_type": "post_scale"}
 
 
 def mask_arguments(
@@ -105,6 +137,8 @@ def built_in_of(traced: Traced, is_mask: bool) -> BuiltIn | None:
     if not is_mask:
         if (cap := _softcap(tree, traced.numbers)) is not None:
             return BuiltIn({"softcap": cap})
+        if (bias := _bias(tree)) is not None:
+            return BuiltIn({}, bias=bias)
         found = None if traced.program.learned else _alibi(tree)
         return None if found is None else BuiltIn({}, found)
     if tree == _ALL:
@@ -156,6 +190,15 @@ def _softcap(tree: Tree, numbers: tuple[int | float, ...]) -> float | None:
             found = float(numbers[cap])
             is_one = abs(found * numbers[inverse] - 1) < _ROUNDING
             return found if found > 0 and is_one else None
+    return None
+
+
+def _bias(tree: Tree) -> _Bias | None:
+    """A captured tensor that is added, read where the pair is."""
+    match tree:
+        case ("add", "s", ("load", capture, *axes)) | ("add", ("load", capture, *axes), "s"):
+            in_order = [axis for axis in "bhij" if axis in axes] == axes
+            return _Bias(capture, tuple(axes)) if in_order and {*axes} & {"i", "j"} else None
     return None
 
 

@@ -11,15 +11,20 @@ from torch import Tensor
 from .torch_private import apply_of
 
 
+def _unread(captures: Sequence[Tensor]) -> Tensor:
+    """Floats in memory that nobody reads, as many as captures have numbers."""
+    first, *_ = captures
+    count = sum([x.numel() for x in captures])
+    return first.new_empty((), dtype=torch.float32).expand(count)
+
+
 class _Learned(torch.autograd.Function):
     """A tensor whose gradient, float32 [n], has those of others behind each other."""
 
     @staticmethod
     def forward(ctx: Any, *captures: Tensor) -> Tensor:
         ctx.formats = [(x.shape, x.dtype) for x in captures]
-        count = sum(x.numel() for x in captures)
-        first, *_ = captures
-        return first.new_empty((), dtype=torch.float32).expand(count)  # which nobody reads
+        return _unread(captures)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -33,4 +38,4 @@ _apply: Callable[..., Tensor] = apply_of(_Learned)
 
 def stand_in(captures: Sequence[Tensor]) -> Tensor:
     """The tensor that stands in a call for what its score learns, float32 [n] for n numbers."""
-    return _apply(*captures)
+    return _apply(*captures) if torch.is_grad_enabled() else _unread(captures)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...call.routing import spec_of_call
 from ...call.served import unserved
-from ...call.table import ROWS, AttentionCall, given_by
+from ...call.table import ROWS, AttentionCall, given_by, named
 from ...fragments import features
+from ...spec import layouts
 from ...spec.problem import LISTED
 from ...spec.resolve import find_violations
 from . import descriptions
@@ -24,6 +25,7 @@ from .operation import format_of
 
 _MOST_KNOWN = 4096
 _MOST_MAKERS = 64
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "seqstart_q", "seqstart_kv")
 _DEFAULTS = {name: row.default for name, row in ROWS.items()}
 Facts = frozenset[tuple[Any, ...]]
 
@@ -31,10 +33,12 @@ Facts = frozenset[tuple[Any, ...]]
 @dataclass(frozen=True, eq=False)
 class Known:
     """A served call, for those of equal facts: its sizes, and whether gradients need the mask, too,
-    where these are on; makers: of its masks, by functions and formats of what these capture."""
+    where these are on; orders: whether its lengths vary; makers: of its masks, by functions and
+    formats of what these capture."""
 
     sizes: Sizes
     learns: bool
+    orders: bool
     makers: dict[Any, Maker] = field(default_factory=dict)
 
 
@@ -42,42 +46,49 @@ _known: dict[Facts, Known] = {}
 
 
 def lists_serve(call: AttentionCall) -> bool:
-    """Whether kernels that visit the blocks of a mask serve a call with a mask_mod, or with a
-    block_mask alone."""
-    arch = descriptions.device_arch(call.q.device)
-    both = call.mask_mod is not None and call.block_mask is not None
-    if arch is None or call.attn_mask is not None or both:
+    """Whether kernels that read masks made before serve a call with a mask_mod or a block_mask;
+    beside an attn_mask, which may end anywhere where lengths vary, those of other lengths."""
+    arch, layout = descriptions.device_arch(call.q.device), layouts.parse(call.layout)
+    ends_anywhere = layout.paged or "thd" in layout.formats
+    if arch is None or (call.attn_mask is not None and ends_anywhere):
         return False
-    spec = spec_of_call(replace(call, mask_mod=None, block_mask=None, score_mod=None))
+    beside = replace(call, attn_mask=None, mask_mod=None, block_mask=None, score_mod=None)
+    spec = spec_of_call(beside)
     spec = replace(spec, mask_mod=LISTED, decode=False)
     return not (find_violations(spec, features.scan()) or unserved(spec, arch))
 
 
 def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
     """The mask of a call that lists serve, which calls of equal facts know from now on."""
-    facts, known = facts_of(given_by(call)), Known(sizes, _may_learn(call))
+    facts, given = facts_of(given_by(call)), named(call)
+    orders = any([given[each] is not None for each in _LENGTHS])
+    known = Known(sizes, _may_learn(call), orders)
     if facts is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[facts] = known
-    return made_again(known, masks, traced, (traced.captures, traced.sources), call.q.device)
+    read = traced.captures, traced.sources
+    return made_again(known, masks, traced, read, call.q.device, call.attn_mask)
 
 
-def made_of_blocks(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
+def made_of_blocks(
+    call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes, shown: Tensor | None
+) -> Tensor:
     """The mask of a call that lists serve, whose block_mask has this program: made anew as its
-    lists change."""
+    lists change. shown: booleans beside it."""
     block_mask: Any = call.block_mask
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     lists = [getattr(block_mask, name) for name in names]
-    read = replace(traced, sources=(*traced.sources, *[x for x in lists if x is not None]))
+    beside = [x for x in (*lists, shown) if x is not None]
+    read = replace(traced, sources=(*traced.sources, *beside))
     columns = torch.is_grad_enabled() and _may_learn(call)
 
     def make(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
         listed = Listed.of(block_mask, sizes)
-        maker = maker_of(traced, sizes, device, columns=columns, listed=listed)
-        return maker(traced.captures)
+        maker = maker_of(traced, sizes, device, columns=columns, listed=listed, shown=shown)
+        return maker(traced.captures, shown)
 
-    kind = f"blocks of {block_mask.BLOCK_SIZE}, {columns}"
+    kind = f"blocks of {block_mask.BLOCK_SIZE}, {columns}, {shown is None}"
     return masks.of(make, read, sizes, call.q.device, (kind,))
 
 
@@ -99,10 +110,11 @@ def made_again(
     traced: Traced,
     read: tuple[Sequence[Tensor], Sequence[Tensor]],
     device: torch.device,
+    shown: Tensor | None,
 ) -> Tensor:
     """The mask of such a call. Without gradients one that has what they need serves as well.
 
-    read: tensors that the program reads, and what these are made of.
+    read: tensors that the program reads, and what these are made of; shown: booleans beside it.
     """
     captures, sources = read
     columns = known.learns and torch.is_grad_enabled()
@@ -112,16 +124,18 @@ def made_again(
         maker = known.makers.get(own)
         if maker is None:
             whole = replace(traced, captures=tuple(captures))
-            maker = maker_of(whole, known.sizes, device, columns=columns)
+            maker = maker_of(whole, known.sizes, device, columns=columns, shown=shown)
             if len(known.makers) >= _MOST_MAKERS:
                 known.makers.clear()
             known.makers[own] = maker
-        return maker(captures)
+        return maker(captures, shown)
 
     if traced.key is None:
         return make()
     kinds = ("columns",) if columns else ("columns", "rows")
-    return masks.kept(make, (traced.key, known.sizes, device), sources, device, kinds)
+    key = traced.key, known.sizes, device, shown is None
+    sources = sources if shown is None else [*sources, shown]
+    return masks.kept(make, key, sources, device, kinds)
 
 
 def facts_of(arguments: Mapping[str, Any]) -> Facts | None:

@@ -20,6 +20,7 @@ from ...errors import SpecError
 from ...fragments.program import Operation, Program
 from ...reference import Operands
 from ...reference.masks import listed_pairs
+from ...spec import layouts
 from .callable_program import Traced
 from .torch_private import current_stream, is_capturing
 
@@ -55,13 +56,12 @@ class Sizes:
 
     @classmethod
     def of(cls, call: AttentionCall, operands: Operands) -> Sizes:
-        """Sizes of a checked call. Raises: SpecError of one that reads pages."""
-        if operands.layout.paged:
-            raise SpecError(
-                "mask_mod and block_mask over pages have no kernels yet. Pass attn_mask, or "
-                "backend='reference'."
-            )
+        """Sizes of a checked call, keys of pages as many as its table has room for."""
         s_q, s_kv = operands.dense_s_q, operands.dense_s_kv
+        if operands.layout.paged:
+            fmt, pairs = operands.layout.kv_format, zip(call.page_tables, "kv", strict=True)
+            pages = [(x.shape[1], getattr(operands, name).shape) for x, name in pairs]
+            s_kv = min([n * layouts.size(shape, fmt, "s") for n, shape in pages])
         return cls(
             operands.batch,
             operands.h_q,

@@ -19,7 +19,8 @@ from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
 
 # Fields beside which a mask is made before, as these values; else it runs as booleans.
-_LISTED = {"bias": "none", "attn_mask": False, "decode": False, "kv_dtype": None}
+_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
+_ALONE = {"decode": False, "kv_dtype": None}
 
 
 def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,15 +44,22 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
             sequences = -1 if own.prefix is None else len(made.captures[own.prefix])
             asked = callable_builtins.mask_arguments(own, made.captures, given, sequences)
         if asked is None:
-            listed = all(given.get(name, plain) == plain for name, plain in _LISTED.items())
-            listed = listed and not layouts.parse(given.get("layout", "bshd")).paged
-            name = register_program(made.program).name if listed else None
+            alone = all(given.get(name, plain) == plain for name, plain in _ALONE.items())
+            packed = "thd" in layouts.parse(given.get("layout", "bshd")).formats
+            alone = alone and not (packed and given.get("attn_mask", False))
+            name = register_program(made.program).name if alone else None
             return {"mask_mod": name} if name else {"attn_mask": True}
         return {n: x if n == "mask" else True for n, x in asked.items() if n in ("mask", "window")}
-    if own is not None:
+    if own is not None and own.bias is not None:
+        # Of whatever sizes, as those of calls that add a bias are theirs.
+        table, dtype = made.sources[own.bias.capture], given.get("dtype", "bf16")
+        plain = given.get("bias", "none") == "none" and not given.get("mask_mod", False)
+        if plain and _DTYPES.get(str(table.dtype).removeprefix("torch.")) == dtype:
+            return {"bias": "post_scale"}
+    elif own is not None:
         axes = tuple(made.captures[own.alibi.capture].shape) if own.alibi else ()
         *_, b, h = (-1, -1, *axes)  # whatever they are: the call's are not known
-        asked = callable_builtins.score_arguments(own, made.captures, given, (b, h))
+        asked = callable_builtins.score_arguments(own, made.sources, given, (b, h, -1, -1))
         if asked is not None:
             return {"alibi" if name == "alibi_slopes" else name: True for name in asked}
     return {"score_mod": register_program(made.program).name}

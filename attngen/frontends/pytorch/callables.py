@@ -25,6 +25,7 @@ from ...spec import layouts
 from . import callable_listed, descriptions, routing
 from .callable_builder import as_read
 from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
+from .callable_builtins import Sizes as Sizes4
 from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
 from .callable_mask import Masks, Sizes, listed_by, shown_by
@@ -47,9 +48,8 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     """
     if not _may_have_kernels(call):
         return None
-    if is_fp8(call.q.dtype):
-        which = " and ".join(call.functions)
-        raise SpecError(f"{which} beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
+    if is_fp8(call.q.dtype) and call.score_mod is not None:
+        raise SpecError(f"score_mod beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
     if routing.CHECK_VALUES:
         reference.check_on_host(call, reference.check(call))
     replaced: dict[str, Any] = {"backend": "cuda"}
@@ -65,7 +65,8 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
         built_in, own = built_in_of(traced, is_mask=False), None
         if built_in is not None:
             sizes = _sizes_of(call.q, call.k, call.layout)
-            own = score_arguments(built_in, traced.captures, named(call), sizes)
+            given = {**named(call), **replaced}
+            own = score_arguments(built_in, traced.sources, given, sizes)
         if own is not None:
             replaced |= {"score_mod": None, **own}
         else:
@@ -95,7 +96,8 @@ def attend_known(
         return None
     if given.get("block_mask") is not None or asked(given.get("backend", AUTO)) == "reference":
         return None
-    if is_fp8(q.dtype) or descriptions.device_arch(q.device) is None:
+    eight = is_fp8(q.dtype) and "score_mod" in mods
+    if eight or descriptions.device_arch(q.device) is None:
         return None
     made: dict[str, Any] = {**given, "backend": "cuda"}
     for name in mods:
@@ -107,22 +109,21 @@ def attend_known(
         own, built_in = None, known.built_in
         if built_in is not None:
             reads = built_in.reads
-            sizes = _sizes_of(q, k, given.get("layout", "bshd")) if reads else (-1, -1)
-            captures = [as_read(x) for x in known.read(tensors)] if reads else []
+            sizes = _sizes_of(q, k, given.get("layout", "bshd")) if reads else _UNTOLD
+            captures = known.read(tensors) if reads else []
             if name == "mask_mod":
-                sequences, _ = sizes
-                own = mask_arguments(built_in, captures, given, sequences)
+                captures = [as_read(x) for x in captures]
+                own = mask_arguments(built_in, captures, given, sizes[0])
             else:
-                own = score_arguments(built_in, captures, made, sizes)
+                own = score_arguments(built_in, captures, {"q": q, **made}, sizes)
         if own is not None:
             made[name] = None
             made.update(own)
         elif name == "mask_mod":
-            shown = _made_again(known, tensors, {"q": q, "k": k, "v": v, **given})
-            if shown is None:
+            replaced = _made_again(known, tensors, {"q": q, "k": k, "v": v, **given})
+            if replaced is None:
                 return None
-            made |= {name: None, "attn_mask": shown}
-            _keep_mask(given.get("schedule"), shown)
+            made.update(replaced)
         else:
             made[name] = known.traced.program.name
             known.pass_on(tensors, made)
@@ -134,9 +135,9 @@ def attend_known(
 
 def _made_again(
     known: _Known, tensors: Sequence[Tensor], arguments: Mapping[str, Any]
-) -> Tensor | None:
-    """The mask of a call of these arguments; None where nothing is known of such, or it cannot be
-    made. tensors: those that its function reaches."""
+) -> dict[str, Any] | None:
+    """Arguments that stand for the mask_mod of such a call; None where nothing is known of calls
+    like it, or its mask cannot be made. tensors: those that its function reaches."""
     listed = callable_listed.known_of(arguments)
     if listed is None:
         return None
@@ -144,9 +145,14 @@ def _made_again(
     read = [as_read(x) for x in sources], sources
     device = arguments["q"].device
     try:
-        return callable_listed.made_again(listed, masks, known.traced, read, device)
+        beside = arguments.get("attn_mask")
+        made = callable_listed.made_again(listed, masks, known.traced, read, device, beside)
     except (SpecError, CompileError):
         return None
+    replaced = {"mask_mod": None, "attn_mask": made}
+    _keep_mask(arguments.get("schedule"), made)
+    # A schedule orders sequences of lengths that vary; of others it keeps masks alone.
+    return replaced if listed.orders else {**replaced, "schedule": None}
 
 
 def _keep_mask(schedule: Any, mask: Tensor | None) -> None:
@@ -171,11 +177,18 @@ def _find(name: str, mod: Any) -> tuple[_Known, list[Tensor]] | None:
     return known, tensors
 
 
-def _sizes_of(q: Tensor, k: Tensor | None, layout: str) -> tuple[int, int]:
-    """Sequences and query heads of a call, -1 where the shape of Q does not say so."""
-    axes = layouts.parse(layout).q_format
-    known = dict(zip(axes, q.shape, strict=False)) if k is not None and len(axes) == q.ndim else {}
-    return known.get("b", -1), known.get("h", -1)
+def _sizes_of(q: Tensor, k: Tensor | None, layout: str) -> Sizes4:
+    """Sequences, query heads, queries and keys of a call, -1 where the shapes of Q and K do not say
+    so."""
+    parsed = layouts.parse(layout)
+    axes = parsed.q_format
+    if k is None or len(axes) != q.ndim:
+        return _UNTOLD
+    known = dict(zip(axes, q.shape, strict=False))
+    keys = -1
+    if k.ndim == q.ndim and "s" in parsed.kv_format and not parsed.paged:
+        keys = k.shape[parsed.kv_format.index("s")]
+    return known.get("b", -1), known.get("h", -1), known.get("s", -1), keys
 
 
 def _arguments_of(traced: Traced) -> dict[str, Any]:
@@ -208,7 +221,7 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
         built_in = built_in_of(traced, is_mask=True)
         own = None
         if built_in is not None:
-            sequences, _ = _sizes_of(call.q, call.k, call.layout)
+            sequences, *_ = _sizes_of(call.q, call.k, call.layout)
             own = mask_arguments(built_in, traced.captures, named(call), sequences)
         if own is not None:
             _note(traced)
@@ -216,21 +229,20 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
             traced = None
     if traced is None and call.block_mask is None:
         return replaced
-    sizes = Sizes.of(call, reference.check(call))
-    if traced is None and callable_listed.lists_serve(call):
-        own_mod = call.block_mask.mask_mod  # type: ignore[union-attr]  # without it, not here
-        traced = _traced("mask_mod", own_mod, device)
-        made = callable_listed.made_of_blocks(call, masks, traced, sizes)
-        return {**replaced, "attn_mask": made}
-    if traced is not None and callable_listed.lists_serve(call):
+    sizes, serve = Sizes.of(call, reference.check(call)), callable_listed.lists_serve(call)
+    if traced is not None and call.block_mask is None and serve:
         _note(traced)
         return {**replaced, "attn_mask": callable_listed.made_for(call, masks, traced, sizes)}
     found = [] if call.attn_mask is None else [call.attn_mask]
     if traced is not None:
         found.append(masks.of(shown_by, traced, sizes, device))
     if call.block_mask is not None:
-        listed, full = listed_by(call.block_mask, sizes)
         traced = _traced("mask_mod", call.block_mask.mask_mod, device)
+        if serve:
+            beside = reduce(and_, found) if found else None
+            made = callable_listed.made_of_blocks(call, masks, traced, sizes, beside)
+            return {**replaced, "attn_mask": made}
+        listed, full = listed_by(call.block_mask, sizes)
         shown = masks.of(shown_by, traced, sizes, device)
         found.append((listed & shown) | full)
     return {**replaced, "attn_mask": reduce(and_, found)}
@@ -305,7 +317,8 @@ def _note(traced: Traced) -> None:
         known.is_served = True
 
 
-_MODS = ("score_mod", "mask_mod")
+_MODS = ("mask_mod", "score_mod")  # in this order: a score may ask what stands for a mask
+_UNTOLD = -1, -1, -1, -1
 _known: dict[tuple[Any, ...], _Known] = {}
 masks = Masks()
 _MOST_KNOWN = 4096

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,5 +44,12 @@ def device_arch(device: torch.device) -> str | None:
         return None
     if not torch.cuda.is_available():  # fake tensors, traced here for another machine
         return assumed()
-    target = of_capability(torch.cuda.get_device_capability(device))
+    ask = torch.cuda.get_device_capability
+    target = of_capability(ask(device) if device.index is None else _capability_of(device, ask))
     return None if target is None else target.name
+
+
+@cache
+def _capability_of(device: torch.device, ask: Callable[..., tuple[int, int]]) -> tuple[int, int]:
+    """The compute capability of a GPU, which stays what it is: asking takes microseconds."""
+    return ask(device)

@@ -83,7 +83,7 @@ class Support(Family):
     def surround(
         self, problem: Problem, target: Target, found: Sequence[KernelPlan]
     ) -> tuple[KernelPlan, ...]:
-        if problem.attn_mask and not problem.listed:
+        if problem.packs_mask:
             found = mask_pack.with_mask(found, target)
         if problem.varlen and not problem.decode:
             found = order.with_order(found, target)

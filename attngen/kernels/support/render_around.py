@@ -130,7 +130,7 @@ def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEnt
         tile_rows=plan.row_block,
         grid="row_blocks",
         folds=True,
-        workspace=("row_sums", *(("mask_rows",) if problem.attn_mask else ())),
+        workspace=("row_sums", *(("mask_rows",) if problem.packs_mask else ())),
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,

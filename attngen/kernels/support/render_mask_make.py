@@ -15,6 +15,7 @@ from .mask_make import MakePlan
 from .view_mask_make import mask_make_view
 
 GRANULE = 64  # queries and keys of a warp, as in block_map.cuh
+AXES = ("batch", "head", "row", "column")
 PARTS = ("batches", "heads", "queries", "keys")
 BLOCKS = ("mask_block_queries", "mask_block_keys", "mask_blocks_rows", "mask_blocks_columns")
 MADE = ("mask_rows", "mask_columns", "mask_row_map", "mask_column_map")
@@ -28,9 +29,18 @@ def render(problem: Problem, plan: MakePlan, features: Features, root: Path) -> 
     (use,) = uses_of(problem, features)["mask"]
     names = [each for name in MADE for each in mask_names(name)]
     names += mask_names("mask_blocks")
+    names += typed("ptr", "mask_shown") + typed("i64", *(f"mask_shown_stride_{x}" for x in AXES))
     names += typed("i32", *(f"attn_mask_{part}" for part in PARTS), *BLOCKS)
     names += use.parameters
-    kernel = describe(problem, plan, names, tile_rows=GRANULE, grid="multiprocessors", workspace=())
+    kernel = describe(
+        problem,
+        plan,
+        names,
+        tile_rows=GRANULE,
+        grid="multiprocessors",
+        workspace=(),
+        ctas=plan.ctas,
+    )
     template = template_of(plan)
     struct = emit_fragment(root, use.fragment)
     view = mask_make_view(plan, kernel_view(kernel, template), use, struct)

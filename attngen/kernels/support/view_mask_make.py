@@ -6,21 +6,22 @@ from dataclasses import dataclass
 
 from ..uses import FragmentUse
 from ..view import FragmentView, KernelView, captured_view
-from .mask_make import MakePlan
+from .mask_make import SIDE, MakePlan
 
 
 @dataclass(frozen=True)
 class MaskMakeView:
     """Values of templates/kernels/support/mask_make.cu.j2.
 
-    struct: C++, that of the mask, whose name and values `mask` has. threads, warps: of a CTA.
+    struct: C++, that of the mask, whose name and values `mask` has. threads: of a CTA; side:
+    granules of its block, down and across.
     """
 
     kernel: KernelView
     struct: str
     mask: FragmentView
     threads: int
-    warps: int
+    side: int
 
 
 def mask_make_view(
@@ -32,5 +33,5 @@ def mask_make_view(
         struct=struct,
         mask=captured_view(use),
         threads=plan.threads,
-        warps=plan.threads // 32,
+        side=SIDE,
     )

@@ -11,7 +11,8 @@ import torch
 from attngen import reference
 from attngen.frontends.pytorch import callable_builtins, callables
 
-B, H, ROWS, KEYS = 2, 4, 9, 14
+B, H, ROWS, KEYS = SIZES = 2, 4, 9, 14
+Q = torch.empty(B, ROWS, H, 8, dtype=torch.bfloat16)
 PREFIXES = torch.tensor([3, 7], dtype=torch.int32)
 SLOPES = torch.linspace(0.1, 0.7, H)
 OF_SEQUENCES = torch.linspace(0.1, 0.9, B * H).view(B, H)
@@ -49,6 +50,12 @@ BELOW: dict[str, Mod] = {  # ALiBi where keys behind the query are hidden
     "forwards": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
     "backwards": lambda s, b, h, i, j: s - (i - j) * SLOPES[h],
 }
+TABLES = {
+    "of pairs": (torch.randn(ROWS, KEYS), lambda t: lambda s, b, h, i, j: s + t[i, j]),
+    "of heads": (torch.randn(H, ROWS, KEYS), lambda t: lambda s, b, h, i, j: t[h, i, j] + s),
+    "of keys": (torch.randn(B, H, KEYS), lambda t: lambda s, b, h, i, j: s + t[b, h, j]),
+    "of all": (torch.randn(B, H, ROWS, KEYS), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
+}
 OTHERS: dict[str, Mod] = {
     "another cap": lambda s, b, h, i, j: 3 * torch.tanh(s / 4),
     "a negative cap": lambda s, b, h, i, j: -3 * torch.tanh(s / -3),
@@ -68,11 +75,11 @@ def mask_arguments(made: Any, given: dict[str, Any]) -> Any:
     return None if own is None else callable_builtins.mask_arguments(own, made.captures, given, B)
 
 
-def score_arguments(made: Any, given: dict[str, Any], sizes: tuple[int, int]) -> Any:
+def score_arguments(made: Any, given: dict[str, Any], sizes: callable_builtins.Sizes) -> Any:
     own = callable_builtins.built_in_of(made, is_mask=False)
     if own is None:
         return None
-    return callable_builtins.score_arguments(own, made.captures, given, sizes)
+    return callable_builtins.score_arguments(own, made.sources, {"q": Q, **given}, sizes)
 
 
 def same(own: dict[str, Any], **given: Any) -> None:
@@ -119,7 +126,7 @@ def test_masks_beside_others_and_those_of_no_range_are_not_known() -> None:
 @pytest.mark.parametrize("name", SCORES)
 def test_caps_and_slopes_are_known(name) -> None:
     mod, wanted = SCORES[name]
-    found = score_arguments(traced("score_mod", mod), {"softcap": 0.0, "mask": "none"}, (B, H))
+    found = score_arguments(traced("score_mod", mod), {"softcap": 0.0, "mask": "none"}, SIZES)
     assert found is not None and found.keys() == wanted.keys()
     for key, value in wanted.items():
         assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value))
@@ -129,22 +136,57 @@ def test_caps_and_slopes_are_known(name) -> None:
 @pytest.mark.parametrize("name", BELOW)
 def test_slopes_of_distances_with_a_sign_are_known_under_a_causal_mask(name) -> None:
     made = traced("score_mod", BELOW[name])
-    assert score_arguments(made, {}, (B, H)) is None
-    found = score_arguments(made, {"mask": "causal"}, (B, H))
+    assert score_arguments(made, {}, SIZES) is None
+    found = score_arguments(made, {"mask": "causal"}, SIZES)
     assert found is not None
     same(found, score_mod=BELOW[name], mask="causal")
-    assert score_arguments(made, {"mask": "causal", "bottom_right": True}, (B, H)) is None
+    assert score_arguments(made, {"mask": "causal", "bottom_right": True}, SIZES) is None
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_scores_stay_programs(name) -> None:
-    assert score_arguments(traced("score_mod", OTHERS[name]), {"mask": "causal"}, (B, H)) is None
+    assert score_arguments(traced("score_mod", OTHERS[name]), {"mask": "causal"}, SIZES) is None
 
 
 def test_scores_beside_others_of_their_kind_and_learned_slopes_stay_programs() -> None:
     cap, slopes = (traced("score_mod", SCORES[name][0]) for name in ("cap", "off"))
-    assert score_arguments(cap, {"softcap": 5.0}, (B, H)) is None
-    assert score_arguments(slopes, {"alibi_slopes": SLOPES}, (B, H)) is None
+    assert score_arguments(cap, {"softcap": 5.0}, SIZES) is None
+    assert score_arguments(slopes, {"alibi_slopes": SLOPES}, SIZES) is None
     learned = SLOPES.clone().requires_grad_()
     made = traced("score_mod", lambda s, b, h, i, j: s - learned[h] * (i - j).abs())
-    assert score_arguments(made, {}, (B, H)) is None
+    assert score_arguments(made, {}, SIZES) is None
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_pairs_are_biases(name, learned) -> None:
+    drawn, make = TABLES[name]
+    table = drawn.bfloat16().requires_grad_(learned)
+    found = score_arguments(traced("score_mod", make(table)), {}, SIZES)
+    assert found is not None and found["bias"].requires_grad is learned
+    with torch.no_grad():
+        same(found, score_mod=make(table))
+
+
+def test_tables_that_are_no_biases_stay_programs() -> None:
+    table = torch.randn(H, ROWS, KEYS).bfloat16()
+    made = traced("score_mod", lambda s, b, h, i, j: s + table[h, i, j])
+    bits, shown = torch.zeros(1, dtype=torch.int32), torch.ones(ROWS, KEYS, dtype=torch.bool)
+    for beside in (
+        {"bias": table},
+        {"mask_mod": lambda b, h, i, j: i > j},
+        {"attn_mask": bits},
+        {"positions": (0, 4)},
+        {"q": Q.half()},
+    ):
+        assert score_arguments(made, beside, SIZES) is None
+    assert score_arguments(made, {}, (B, H, ROWS, KEYS + 1)) is None
+    assert score_arguments(made, {"attn_mask": shown}, SIZES) is not None
+    for mod in (
+        lambda s, b, h, i, j: s - table[h, i, j],
+        lambda s, b, h, i, j: s + table[h, j, i],
+        lambda s, b, h, i, j: s + table[h, i, i],
+        lambda s, b, h, i, j: s + s + table[h, i, j],
+        lambda s, b, h, i, j: s + table[h, 0, 1],
+    ):
+        assert score_arguments(traced("score_mod", mod), {}, SIZES) is None

@@ -15,11 +15,12 @@ from attngen.fragments.program_text import parse_program
 from attngen.spec import resolve
 from tests.support.own_fragments import kept
 
+PAGED = "paged_kv_bshd_bshd_bshd"
 MODS = """
 import torch
 
 table = torch.empty(33, 1, device="meta", requires_grad=True)
-slopes = torch.empty(7)
+slopes, pairs = torch.empty(7), torch.empty(7, 9, dtype=torch.bfloat16)
 
 
 def softcap(s, b, h, i, j):
@@ -32,6 +33,10 @@ def alibi(s, b, h, i, j):
 
 def relative():
     return lambda s, b, h, i, j: s + table[(j - i).clamp(-16, 16) + 16, h]
+
+
+def added(s, b, h, i, j):
+    return s + pairs[i, j]
 
 
 def bent(s, b, h, i, j):
@@ -85,9 +90,10 @@ def spec_of(tmp_path: Path):
         ('score_mod = "python:mods.py:alibi"', {"alibi": True}),
         ('mask_mod = "python:mods.py:sliding"', {"window": True}),
         ('mask_mod = "python:mods.py:causal"', {"mask": "causal"}),
+        ('score_mod = "python:mods.py:added"', {"bias": "post_scale"}),
         (
-            'mask_mod = "python:mods.py:odd"\nbias = "post_scale"',
-            {"attn_mask": True, "bias": "post_scale"},
+            'mask_mod = "python:mods.py:odd"\nlayout = "thd"\nattn_mask = true',
+            {"attn_mask": True, "layout": "thd"},
         ),
     ],
 )
@@ -115,8 +121,12 @@ def test_other_masks_are_programs_that_kernels_of_their_own_make(spec_of) -> Non
     assert parse_program(text).name == odd.mask_mod == making.masks[0]
     with pytest.raises(SpecError, match="mask_mod 'traced_mask_' is unknown"):
         resolve.resolve(replace(odd, mask_mod="traced_mask_"), features.scan())
-    with pytest.raises(SpecError, match="have no 8 bits, pages, split keys and biases"):
-        resolve.resolve(replace(odd, bias="post_scale"), features.scan())
+    for beside in ({"bias": "post_scale"}, {"layout": PAGED, "directions": ("fwd",)}):
+        forward, *_ = resolve.resolve(replace(odd, **beside), features.scan())
+        assert forward.made and not forward.listed
+    with pytest.raises(SpecError, match="mask_mod=False"):
+        split = replace(odd, decode=True, directions=("fwd",))
+        resolve.resolve(split, features.scan())
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class MmaBackward(Family):
     def refuses(self, problem: Problem) -> Iterator[str]:
         largest = max(problem.head_dim_qk, problem.head_dim_v)
         unserved = {
-            "mask that was made before": problem.listed,
+            "mask that was made before, beside a bias": problem.listed and problem.bias,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
             "gradients of what a score learns": learns(problem.scores),

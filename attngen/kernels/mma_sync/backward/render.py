@@ -56,7 +56,7 @@ def _describe(problem: Problem, plan: Plan, operands: Names) -> KernelEntry:
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.n,
         grid="tiles",
-        workspace=(*workspace, "dq_added", *(("mask_columns",) if problem.attn_mask else ())),
+        workspace=(*workspace, "dq_added", *(("mask_columns",) if problem.packs_mask else ())),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
@@ -80,10 +80,20 @@ def _names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
         names += strides_of(tensor)
     names += column_names(problem)
     names += mask_names("mask_columns") if problem.attn_mask else []
+    for name in block_maps(problem):
+        names += mask_names(name)
     names += [*typed("i32", *COUNTS), *diagonal_names(problem)]
     names += typed("i32", *(("sequences",) if problem.varlen else ()))
     names += typed("f32", "scale", "scale_log2")
     return [*names, *drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))]
+
+
+def block_maps(problem: Problem) -> tuple[str, ...]:
+    """The maps that tiles of keys read of a mask made before: of the queries that see them, and of
+    the keys that queries see, by which these count who adds to dQ before."""
+    if not problem.listed:
+        return ()
+    return ("mask_column_map", *(("mask_row_map",) if problem.deterministic else ()))
 
 
 def column_names(problem: Problem) -> Names:

@@ -48,7 +48,7 @@ def _describe(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
         grid="multiprocessors",
-        workspace=(*WORKSPACE, *(("mask_rows",) if problem.attn_mask else ())),
+        workspace=(*WORKSPACE, *(("mask_rows",) if problem.packs_mask else ())),
         row_block=ROW_BLOCK,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,

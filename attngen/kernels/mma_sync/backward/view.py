@@ -99,7 +99,8 @@ class MmaBackwardView:
 
     Fragments: masks, scores, queries, keys: as the templates around a backward take them. kv_alias:
     the fragment that says which blocks of keys rows see. mask_tensor: the parameter that has a
-    mask's bits, empty where there is none. dropout: whether weights are dropped. varlen: whether
+    mask's bits, empty where there is none; listed: whether the mask was made before, with its
+    blocks. dropout: whether weights are dropped. varlen: whether
     lengths are told on the device.
 
     Where data lies: operands: what is copied. gradients: of keys and values. gaps: gradients of
@@ -135,6 +136,7 @@ class MmaBackwardView:
     keys: SequenceView
     kv_alias: Alias
     mask_tensor: str
+    listed: bool
     dropout: bool
     varlen: bool
     operands: tuple[Operand, ...]
@@ -180,6 +182,7 @@ def backward_view(
         keys=keys,
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
         mask_tensor="mask_columns" if problem.attn_mask else "",
+        listed=problem.listed,
         dropout=problem.dropout,
         varlen=problem.varlen,
         operands=tuple(operand_of(problem, name) for name in ("q", "k", "v", "d_o")),
@@ -252,6 +255,7 @@ def headers_of(problem: Problem) -> str:
         ("ptx/matrix_move.cuh", True),
         ("ptx/take_turn.cuh", problem.deterministic),
         ("ptx/tma.cuh", True),
+        ("scheduler/block_map.cuh", problem.listed),
         ("scheduler/gap_rows.cuh", problem.varlen),
         ("scheduler/kv_blocks.cuh", True),
         ("scheduler/packed_tiles.cuh", "packed" in (problem.q_seq, problem.kv_seq)),

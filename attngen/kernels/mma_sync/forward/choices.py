@@ -126,7 +126,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         ctas=choice.ctas,
         lazy_rescale_log2=lazy,
         eight_bit=problem.eight_bit,
-        schedule=MASKED_SCHEDULE if problem.masks else FULL_SCHEDULE,
+        schedule=MASKED_SCHEDULE if problem.masks or problem.listed else FULL_SCHEDULE,
         smem=smem,
         smem_bytes=smem_bytes,
         threads=choice.warps * WARP_THREADS,

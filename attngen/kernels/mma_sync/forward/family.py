@@ -36,8 +36,9 @@ class MmaForward(Family):
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         largest = max(problem.head_dim_qk, problem.head_dim_v)
+        beside = problem.bias or problem.paged or problem.eight_bit
         unserved = {
-            "mask that was made before": problem.listed,
+            "mask that was made before, beside a bias, pages and 8 bits": problem.listed and beside,
             "keys and values of 8 bits beside queries of 16": problem.widens,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }

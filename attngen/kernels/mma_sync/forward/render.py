@@ -54,7 +54,7 @@ def _describe(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) 
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
         grid="tiles",
-        workspace=("mask_rows",) if problem.attn_mask else (),
+        workspace=("mask_rows",) if problem.packs_mask else (),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
@@ -79,6 +79,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names += typed("i32", *(("k_page_count", "v_page_count") if problem.paged else ()))
     names += typed("i32", *(JOINING if problem.continues else ()))
     names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_row_map") if problem.listed else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]
     names += typed("i32", *(("sequences",) if problem.varlen else ()))

@@ -61,6 +61,24 @@ class JoinedColumns:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """How a tile goes through its blocks of keys, from the last one on. Strings are C++.
+
+    first: the last block. step: what comes behind each; following: the next one of `block`, and
+    more: whether there is one.
+    """
+
+    first: str
+    step: str
+    following: str
+    more: str
+
+
+PLAIN_WALK = Walk("end - 1", "--block", "block - 1", "block > blocks.begin")
+LISTED_WALK = Walk("first_block", "block = next", "next", "next >= blocks.begin")
+
+
+@dataclass(frozen=True)
 class MmaForwardView:
     """All that the templates of a forward by products of warps name.
 
@@ -82,7 +100,8 @@ class MmaForwardView:
 
     Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
     them; score_list is None without scores. weights: what becomes of scores. softmax, q_seq,
-    kv_seq: fragments; kv_iteration: C++, a struct. mask_bits: there is an arbitrary mask.
+    kv_seq: fragments; kv_iteration: C++, a struct. mask_bits: there is an arbitrary mask;
+    listed: which was made before, with its blocks; walk: how tiles go through these.
     stops_at_bits: whether a window may begin behind the last block of which it has bits. dropout,
     max_logit: as the problem says.
 
@@ -125,6 +144,8 @@ class MmaForwardView:
     kv_seq: FragmentView
     kv_iteration: str
     mask_bits: bool
+    listed: bool
+    walk: Walk
     stops_at_bits: bool
     dropout: bool
     max_logit: bool
@@ -187,6 +208,8 @@ def forward_view(
         kv_seq=fragment_view(uses["kv_seq"][0]),
         kv_iteration=uses["kv_iter"][0].fragment.struct,
         mask_bits=problem.attn_mask,
+        listed=problem.listed,
+        walk=LISTED_WALK if problem.listed else PLAIN_WALK,
         stops_at_bits=problem.attn_mask and masks.bounds_left,
         dropout=problem.dropout,
         max_logit=problem.max_logit,
@@ -227,6 +250,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "ptx/matrix_move.cuh": True,
         "ptx/tma.cuh": True,  # the type of maps, of which it has none
         "scale.cuh": problem.eight_bit,
+        "scheduler/block_map.cuh": problem.listed,
         "scheduler/gap_rows.cuh": problem.q_seq != "dense",
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",

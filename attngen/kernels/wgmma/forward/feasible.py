@@ -107,7 +107,9 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where it does not fit the target."""
     tile = Tile(ROWS_PER_CONSUMER * choice.consumers * (1 + choice.pairs), choice.block)
     registers = operand_registers(problem, choice)
-    schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
+    # Of masks made before nobody here knows which tiles are long; most that hide later keys do so
+    # as a causal one does.
+    schedule = CAUSAL_SCHEDULE if problem.masks or problem.listed else FULL_SCHEDULE
     # Where V is transposed as well, its registers leave no room for what finds the order of few.
     orders_few = problem.varlen and not problem.eight_bit
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}

@@ -50,7 +50,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         workspace=(
             *(("tile_counter",) if plan.schedule.dynamic else ()),
             *(("q_schedule",) if problem.varlen else ()),
-            *(("mask_rows",) if problem.attn_mask and not problem.listed else ()),
+            *(("mask_rows",) if problem.packs_mask else ()),
         ),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
