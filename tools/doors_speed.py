@@ -6,10 +6,11 @@ Two layers of a stack shaped like a model, random weights, bfloat16: a training 
 backward) and a prompt with its cache of one sequence, and one token of 8 sequences behind a full
 cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
 PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
-own. Medians of interleaved rounds. Each step has a process: all compile at once, then one after
-another is timed. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR says; a run that finds none
-may need --ready-within of some minutes, and leaves out what it does not get ready. --compile does
-that alone, in stacks as narrow as attention leaves them.
+own. Medians of interleaved rounds. Training has a process, and inference, of each stack and length:
+all compile at once, then one after another is timed. Compiled code is kept where
+TORCHINDUCTOR_CACHE_DIR says; a run that finds none may need --ready-within of some minutes, and
+leaves out what it does not get ready. --compile does that alone, in stacks as narrow as attention
+leaves them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import itertools
 import logging
 import multiprocessing
 import random
+import signal
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -47,9 +49,10 @@ LAYERS, SEQUENCES = 2, 8
 MOST_EAGER = 4096  # tokens of a model's own attention, whose scores are tensors
 LENGTHS = (4096, 16384, 32768)
 STEPS = ("train", "prefill", "decode")
+TOGETHER = (("train",), ("prefill", "decode"))
 TOLERANCE = 0.05  # of the norm of what attngen's layers return
 NARROW = {"hidden_size": 64, "intermediate_size": 64}
-COMPILED, GRACE = ("flex",), 20.0  # who compiles for long, and seconds for what has begun
+COMPILED, GRACE = ("flex",), 10.0  # who compiles for long, and seconds to end that in
 LEAST_MS, MOST_CALLS = 20.0, 20  # of a round
 ROW_SECONDS, MOST_ROUNDS = 1.5, 25  # short steps get more rounds than are asked for
 SCHEMA = 1
@@ -79,7 +82,7 @@ GPT_OSS = {
 STACKS = {
     # The efficient kernels take no groups of heads, flash no masks, which fixed caches have.
     "llama-8b": Stack("Llama", LLAMA, ("flash", "cudnn", "flex"), ("cudnn", "efficient", "flex")),
-    "gpt-oss-20b": Stack("GptOss", GPT_OSS, ("flex", "eager"), ("flex", "eager")),
+    "gpt-oss-20b": Stack("GptOss", GPT_OSS, ("eager", "flex"), ("eager", "flex")),
 }
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -184,51 +187,59 @@ class Timed(NamedTuple):
         return float(start.elapsed_time(end)) / calls
 
 
-def timed_steps(
-    model: Any, stack: Stack, step: str, length: int, options: argparse.Namespace
-) -> tuple[dict[str, Timed], dict[str, str]]:
-    """The step by who computes its attention, each called once; and who cannot, and why."""
-    found, missing, first = {}, {}, None
-    peers = stack.peers_of_decode if step == "decode" else stack.peers
-    if options.compile:
-        peers = tuple(peer for peer in peers if peer in COMPILED)
-    for who in ("attngen", *[peer for peer in peers if peer not in options.without]):
-        select = partial(model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
+class Task(NamedTuple):
+    """Rows to be measured in a process."""
+
+    stack: str
+    steps: tuple[str, ...]
+    length: int
+
+
+class Row:
+    """A step of a model, by who computes its attention. missing: who cannot, and why."""
+
+    def __init__(self, model: Any, task: Task, step: str) -> None:
+        torch.manual_seed(1)
+        self.model = model
+        self.about: dict[str, Any] = {"stack": task.stack, "step": step, "length": task.length}
+        self.call = MAKERS[step](model, task.length)
+        self.first: torch.Tensor | None = None
+        self.timed: dict[str, Timed] = {}
+        self.missing: dict[str, str] = {}
+
+    def peers(self, options: argparse.Namespace) -> list[str]:
+        """Who is asked, attngen first."""
+        stack, is_decode = STACKS[self.about["stack"]], self.about["step"] == "decode"
+        peers = stack.peers_of_decode if is_decode else stack.peers
+        if options.compile:
+            peers = tuple(peer for peer in peers if peer in COMPILED)
+        return ["attngen", *[peer for peer in peers if peer not in options.without]]
+
+    def prepare(self, who: str, until: float) -> None:
+        """Call the step once, and hold its result to attngen's. until: of the monotonic clock, what
+        compiles for long may take."""
+        select = partial(self.model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
         around = partial(sdpa_kernel, BACKENDS[who]) if who in BACKENDS else nullcontext
         try:
-            if who == "eager" and length > MOST_EAGER:
+            if who == "eager" and self.about["length"] > MOST_EAGER:
                 raise MeasureError(f"not asked for above {MOST_EAGER} tokens")
-            if who in COMPILED and time.monotonic() > options.until:
-                raise MeasureError("not compiled in time")
             select()
-            torch.manual_seed(1)
-            with around():
-                call = MAKERS[step](model, length)
-                out = call().detach().float()
-                if step == "decode":
-                    call = captured(call)
+            with around(), _ended(until) if who in COMPILED else nullcontext():
+                out = self.call().detach().float()
+                again = captured(self.call) if self.about["step"] == "decode" else self.call
                 torch.cuda.synchronize()
-            first = out if first is None else first
-            off = ((out - first).norm() / first.norm()).item()
+            self.first = out if self.first is None else self.first
+            off = ((out - self.first).norm() / self.first.norm()).item()
             if not off < TOLERANCE:
                 raise MeasureError(f"its result is off by {off:.3f}")
-            found[who] = Timed(call, select, around)
+            self.timed[who] = Timed(again, select, around)
         except Exception as error:  # a peer refuses in its own way
             lines = [type(error).__name__, *str(error).strip().splitlines()]
-            missing[who] = ": ".join(lines[:2])[:200]
-            print(f"{stack.name}, {step}, {length}, {who}: {missing[who]}", file=sys.stderr)
-        model.zero_grad(set_to_none=True)
+            self.missing[who] = ": ".join(lines[:2])[:200]
+            print(f"{[*self.about.values()]}, {who}: {self.missing[who]}", file=sys.stderr)
+        self.model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
-    return found, missing
-
-
-class Prepared(NamedTuple):
-    """A row before it is timed."""
-
-    about: dict[str, Any]
-    timed: dict[str, Timed]
-    missing: dict[str, str]
 
     def measured(self, rounds: int) -> dict[str, Any]:
         """The row: medians of a step, and attngen's rate over the best other's."""
@@ -250,16 +261,23 @@ class Prepared(NamedTuple):
         return {**self.about, "ms": ms, "best_peer": best, "ratio": ratio, "missing": self.missing}
 
 
-class Task(NamedTuple):
-    """A row to be measured."""
+@contextmanager
+def _ended(until: float) -> Iterator[None]:
+    """Raise a MeasureError in what takes longer than until, of the monotonic clock."""
 
-    stack: str
-    step: str
-    length: int
+    def end(*_: Any) -> None:
+        raise MeasureError("not compiled in time")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, until - time.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def work(parent: Connection, task: Task, options: argparse.Namespace) -> None:
-    """A process: prepare a step, say so, and time it when the parent answers."""
+    """A process: prepare its rows, say so, and time them when the parent answers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch._inductor.config.compile_threads = 1  # here: others compile beside this one
@@ -268,10 +286,16 @@ def work(parent: Connection, task: Task, options: argparse.Namespace) -> None:
     integrations.transformers.register(backend="cuda")
     stack = STACKS[task.stack]
     model = model_of(stack, options.compile)
-    prepared = Prepared(task._asdict(), *timed_steps(model, stack, task.step, task.length, options))
+    own = [Row(model, task, step) for step in task.steps]
+    for late in (False, True):  # what may not be ready in time comes last
+        for row in own:
+            for who in row.peers(options):
+                if (who in COMPILED) is late:
+                    row.prepare(who, options.until)
     parent.send(None)
     parent.recv()
-    parent.send(prepared.measured(options.rounds))
+    for row in own:
+        parent.send(row.measured(options.rounds))
     parent.close()
 
 
@@ -281,8 +305,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     start = time.monotonic()
     options.until = start + options.ready_within
     workers, tasks = {}, {}
-    for task in itertools.starmap(Task, itertools.product(options.stacks, STEPS, options.lengths)):
-        if task.step not in options.steps:
+    for name, together, length in itertools.product(options.stacks, TOGETHER, options.lengths):
+        task = Task(name, tuple(each for each in together if each in options.steps), length)
+        if not task.steps:
             continue
         own, other = spawn.Pipe()
         process = spawn.Process(target=work, args=(other, task, options), daemon=True)
@@ -298,12 +323,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for each in pending:
         print(f"{tasks[each]}: not ready in time", file=sys.stderr)
         workers[each].kill()
-    print(f"{len(ready)} steps in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    print(f"{len(ready)} ready in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     for each in workers if not options.compile else ():
         if not ready.get(each):
             continue
         each.send(None)
-        if row := _received(each):
+        while row := _received(each):
             print(f"{row['stack']} {row['step']} {row['length']}: {row['ms']}, {row['ratio']} x")
             sys.stdout.flush()
             yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,13 @@ def row(**ms: float) -> dict[str, Any]:
         who: SimpleNamespace(milliseconds=lambda calls, taken=taken: taken)
         for who, taken in ms.items()
     }
-    about = {"stack": "llama-8b", "step": "train", "length": 4096}
-    return doors_speed.Prepared(about, timed, {"cudnn": "refused"}).measured(3)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(doors_speed.MAKERS, "train", lambda model, length: None)
+    task = doors_speed.Task("llama-8b", ("train",), 4096)
+    made = doors_speed.Row(None, task, "train")
+    made.timed, made.missing = timed, {"cudnn": "refused"}
+    monkeypatch.undo()
+    return made.measured(3)
 
 
 def test_row_holds_medians_beside_the_best_peer() -> None:
@@ -27,6 +33,15 @@ def test_row_holds_medians_beside_the_best_peer() -> None:
     assert found["ms"] == {"attngen": 2.0, "flash": 3.0, "flex": 5.0}
     assert (found["best_peer"], found["ratio"]) == ("flash", 1.5)
     assert row(flash=3.0)["ratio"] is None and row(attngen=3.0)["best_peer"] is None
+
+
+def test_what_compiles_for_long_is_ended() -> None:
+    with pytest.raises(MeasureError, match="not compiled in time"):
+        with doors_speed._ended(time.monotonic() + 0.05):
+            time.sleep(20)
+    with doors_speed._ended(time.monotonic() + 0.05):
+        pass
+    time.sleep(0.1)
 
 
 def test_table_has_a_line_a_row_and_names_who_is_missing(tmp_path: Path) -> None:
