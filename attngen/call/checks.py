@@ -13,6 +13,7 @@ from .fp8_checks import (
     BIAS_DTYPE,
     CACHE_SCALES,
     ScaledSizes,
+    TokenAxis,
     dtype_violations,
     output_violations,
     scale_violations,
@@ -76,8 +77,11 @@ def _scaled_sizes(
 ) -> ScaledSizes:
     """Sizes that scales may have: of tokens beside FP8 queries alone."""
     q, k, parsed = extents["q"], extents["k"], layout_of(layout)
-    dense = is_fp8(queries) and not parsed.paged and "thd" not in parsed.formats
-    return ScaledSizes(sequences, k.heads, q.heads, *((q.seq, k.seq) if dense else ()))
+    made = ScaledSizes(sequences, k.heads, q.heads)
+    if not is_fp8(queries) or parsed.paged:
+        return made
+    of_q = TokenAxis(q.batch, q.seq, parsed.q_format == "thd")
+    return made._replace(of_q=of_q, of_kv=TokenAxis(k.batch, k.seq, parsed.kv_format == "thd"))
 
 
 def number_violations(softmax_scale: float, softcap: float) -> Iterator[str]:

@@ -33,15 +33,24 @@ def dtype_violations(q: str, k: str, v: str) -> Iterator[str]:
         )
 
 
+class TokenAxis(NamedTuple):
+    """Tokens that have scales of their own: positions of b sequences of one room, or packed tokens
+    of all of them, whose scales are those of one."""
+
+    b: int
+    length: int
+    packed: bool = False
+
+
 class ScaledSizes(NamedTuple):
-    """Sizes of a call that its scales may have: sequences, heads of K and V, and of dense operands
-    heads of Q and positions of both, None of packed ones."""
+    """Sizes of a call that its scales may have: sequences, heads of K and V, heads of Q, and tokens
+    of Q and of K, None where no scale is a token's."""
 
     b: int
     h_kv: int
     h_q: int
-    s_q: int | None = None
-    s_kv: int | None = None
+    of_q: TokenAxis | None = None
+    of_kv: TokenAxis | None = None
 
     def shapes_of(self, name: str) -> dict[str, tuple[int, ...]]:
         """Shapes that a scale may have, by how a message says them."""
@@ -49,10 +58,13 @@ class ScaledSizes(NamedTuple):
             return {"[1]": (1,)}
         b, h_kv = self.b, self.h_kv
         found: dict[str, tuple[int, ...]] = {"[1]": (1,), f"[b={b}, h_kv={h_kv}]": (b, h_kv)}
-        heads, side = ("h_q", "s_q") if name == "descale_q" else ("h_kv", "s_kv")
-        h, s = getattr(self, heads), getattr(self, side)
-        if None not in (self.s_q, self.s_kv):
-            found[f"[b={b}, {heads}={h}, {side}={s}]"] = (b, h, s)
+        side, h, tokens = "q", self.h_q, self.of_q
+        if name != "descale_q":
+            side, h, tokens = "kv", h_kv, self.of_kv
+        if tokens is not None:
+            batch, axis = ("1", f"t_{side}") if tokens.packed else (f"b={tokens.b}", f"s_{side}")
+            shape = (tokens.b, h, tokens.length)
+            found[f"[{batch}, h_{side}={h}, {axis}={tokens.length}]"] = shape
         return found
 
 
@@ -75,7 +87,7 @@ def scale_violations(
         others = [name for name, count in axes.items() if count != TOKEN_AXES]
         yield (
             f"{', '.join(others)}: scales a token and head are those of q, k and v together. Pass "
-            "all three as [b, h, s]."
+            "all three as [b, h, s], of packed tokens [1, h, t]."
         )
     if (scales["scale_s"] is None) != (scales["descale_s"] is None):
         given = "scale_s" if scales["descale_s"] is None else "descale_s"

@@ -132,7 +132,8 @@ def run(
         if checks_reads:
             check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
         with without_autocast(q.device.type):
-            results.append(attend_one(call, b, q, k, v, rng_state, accumulate))
+            first = (q_span.start, kv_span.start)
+            results.append(attend_one(call, b, q, k, v, rng_state, accumulate, first))
     accumulated = accumulation_dtype(operands.q.dtype) if accumulate is None else accumulate
     out = join_outputs(operands, queries, [result.o for result in results])
     if accumulate is None:

@@ -73,26 +73,29 @@ def attend_one(
     v: Tensor,
     rng_state: Tensor | None,
     accumulate: torch.dtype | None = None,
+    first: tuple[int, int] = (0, 0),
 ) -> SequenceResult:
     """Attention of sequence b, whose operands hold its actual positions and no others.
 
     q [h_q, s_q, d], k [h_kv, s_kv, d], v [h_kv, s_kv, d_v] in any floating dtype.
     rng_state: int64 [2], needed where the call drops anything. accumulate: the dtype of what is not
-    stored; None for the operands' own.
+    stored; None for the operands' own. first: where the sequence's scales begin among those of
+    packed tokens, of queries and of keys.
     """
     group = q.shape[0] // k.shape[0]
     eight_bit, by_token = fp8.is_fp8(q.dtype), fp8.is_per_token(call.descale_v)
     dtype = accumulation_dtype(q.dtype) if accumulate is None else accumulate
     if eight_bit:
-        q = fp8.dequantise(q, call.descale_q, b, dtype)
+        q = fp8.dequantise(q, call.descale_q, b, dtype, first[0])
     if fp8.is_fp8(k.dtype):
-        k = fp8.dequantise(k, call.descale_k, b, dtype)
-        v = fp8.dequantise(v, None if by_token else call.descale_v, b, dtype)
+        k = fp8.dequantise(k, call.descale_k, b, dtype, first[1])
+        of_v = None if by_token else call.descale_v
+        v = fp8.dequantise(v, of_v, b, dtype)
     k = k.to(dtype).repeat_interleave(group, dim=0)
     v = v.to(dtype).repeat_interleave(group, dim=0)
     s = scores(call, b, q.to(dtype), k)
     sink = softmax_offset(call, s)
-    values = fp8.value_scales(call, b, s) if by_token else None
+    values = fp8.value_scales(call, b, s, first[1]) if by_token else None
     p, lse = fp8.softmax(call, s, sink, values) if eight_bit else softmax(s, sink)
     if call.dropout_p > 0:
         assert rng_state is not None

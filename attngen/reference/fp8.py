@@ -30,33 +30,44 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None)
 
 
 def dequantise(
-    x: Tensor, descale: Tensor | None, b: int, dtype: torch.dtype = torch.float32
+    x: Tensor,
+    descale: Tensor | None,
+    b: int,
+    dtype: torch.dtype = torch.float32,
+    first: int = 0,
 ) -> Tensor:
     """One operand of sequence b in a wider dtype, [h, s, d].
 
     descale: None, float32 [1] or [batch, h_kv], in which a head of a query finds that of its
-    key/value head; or one a token and head, [batch, h, room], of at least as many tokens.
+    key/value head; or one a token and head, [batch, h, room], of at least as many tokens, or of
+    packed ones [1, h, tokens], of which the sequence's begin with `first`.
     """
     x = x.to(dtype)
     if descale is None:
         return x
     if is_per_token(descale):
-        return x * descale[b, :, : x.shape[1]].to(dtype)[..., None]
+        return x * _token_scales(descale, b, first, x.shape[1]).to(dtype)[..., None]
     heads = descale if descale.ndim == 1 else descale[b]
     return x * heads.repeat_interleave(x.shape[0] // heads.shape[0])[:, None, None]
 
 
 def is_per_token(descale: Tensor | None) -> bool:
-    """Whether scales are one a token and head, [batch, h, s]."""
+    """Whether scales are one a token and head, [batch, h, s], or of packed tokens [1, h, t]."""
     return descale is not None and descale.ndim == TOKEN_AXES
 
 
-def value_scales(call: AttentionCall, b: int, s: Tensor) -> Tensor:
+def _token_scales(descale: Tensor, b: int, first: int, length: int) -> Tensor:
+    """Scales a token and head of sequence b, [h, length]: of packed tokens there is one batch."""
+    return descale[min(b, descale.shape[0] - 1), :, first : first + length]
+
+
+def value_scales(call: AttentionCall, b: int, s: Tensor, first: int = 0) -> Tensor:
     """Scales of sequence b's values as weights are multiplied by them, [h_q, 1, s_kv], within what
-    their logarithms leave finite. s: its scores."""
+    their logarithms leave finite. s: its scores; first: its first of packed tokens."""
     assert call.descale_v is not None
     heads, _, s_kv = s.shape
-    scales = call.descale_v[b, :, :s_kv].to(s.dtype).clamp(2.0**-VALUE_BINADES, 2.0**VALUE_BINADES)
+    scales = _token_scales(call.descale_v, b, first, s_kv).to(s.dtype)
+    scales = scales.clamp(2.0**-VALUE_BINADES, 2.0**VALUE_BINADES)
     return scales.repeat_interleave(heads // scales.shape[0], dim=0)[:, None]
 
 

@@ -260,10 +260,11 @@ class Dequantised:
 def _dequantised(
     call: AttentionCall, given: BackwardOperands, sequence: _Sequence, dtype: torch.dtype
 ) -> Dequantised:
-    b, operands = sequence.b, sequence.operands
-    q = fp8.dequantise(sequence.of_q(operands.q), call.descale_q, b, dtype)
-    k = fp8.dequantise(sequence.of_kv(operands.k), call.descale_k, b, dtype)
-    v = fp8.dequantise(sequence.of_kv(operands.v), call.descale_v, b, dtype)
+    b, operands, first = sequence.b, sequence.operands, sequence.keys.start
+    q = sequence.of_q(operands.q)
+    q = fp8.dequantise(q, call.descale_q, b, dtype, sequence.queries.start)
+    k = fp8.dequantise(sequence.of_kv(operands.k), call.descale_k, b, dtype, first)
+    v = fp8.dequantise(sequence.of_kv(operands.v), call.descale_v, b, dtype, first)
     d_o = fp8.dequantise(sequence.of_q(given.d_o), given.descale_do, b, dtype)
     o = fp8.dequantise(sequence.of_q(given.o), given.descale_o, b, dtype)
     delta = (d_o * o).sum(-1)

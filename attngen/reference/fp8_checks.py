@@ -7,8 +7,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..call.fp8_checks import CACHE_SCALES, ScaledSizes, output_violations, scale_violations
+from ..call.fp8_checks import (
+    CACHE_SCALES,
+    ScaledSizes,
+    TokenAxis,
+    output_violations,
+    scale_violations,
+)
 from ..call.table import AttentionCall
+from ..spec.layouts import size
 from . import fp8
 from .operands import Operands
 from .sizes import agree
@@ -30,8 +37,8 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     if not cached:
         return
     sizes = ScaledSizes(operands.batch, operands.h_kv, operands.h_q)
-    if fp8.is_fp8(operands.q.dtype):
-        sizes = sizes._replace(s_q=operands.dense_s_q, s_kv=operands.dense_s_kv)
+    if fp8.is_fp8(operands.q.dtype) and not operands.layout.paged:
+        sizes = sizes._replace(of_q=_tokens(operands, "q"), of_kv=_tokens(operands, "kv"))
     yield from scale_violations(call.scales, sizes, agree=agree)
     given = (operands.q, operands.k, operands.v, *call.scales.values(), call.bias, call.sink)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
@@ -39,6 +46,16 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             "FP8 k and v have no backward here; got tensors that require a gradient. Call it "
             "under torch.no_grad(), or reference.fp8_backward for gradients."
         )
+
+
+def _tokens(operands: Operands, side: str) -> TokenAxis:
+    """The tokens of Q, or of K, that have scales."""
+    x, fmt = operands.q, operands.layout.q_format
+    if side == "kv":
+        x, fmt = operands.k, operands.layout.kv_format
+    if fmt == "thd":
+        return TokenAxis(1, size(x.shape, fmt, "t"), packed=True)
+    return TokenAxis(operands.batch, size(x.shape, fmt, "s"))
 
 
 def scale_values(scales: Mapping[str, Tensor | None]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..io.text import closest, suggestion
-from . import layouts
 from .attention_spec import DTYPES_8BIT, AttentionSpec
 from .violations import Violation
 
@@ -29,8 +28,6 @@ def _refusals(spec: AttentionSpec) -> Iterator[str]:
         return
     if spec.dtype not in DTYPES_8BIT:
         yield f"belongs to FP8 operands, and to casts to them; {spec.dtype!r} ones have no scales"
-    if "thd" in layouts.parse(spec.layout).formats:
-        yield f"has scales [b, h, s] of dense operands, not of packed ones ({spec.layout!r})"
     if spec.return_max_logit:
         yield "adds logarithms of values' scales to scores, whose largest is lost"
     if "bwd_cast" in spec.directions:

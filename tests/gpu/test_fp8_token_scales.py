@@ -117,3 +117,86 @@ def test_no_suffix_changes_a_bit_under_a_recipe(d, mask):
     before, after = runs
     assert ((before == after) | far).all()
     assert not torch.equal(before, after)
+
+
+LENGTHS = ((130, 1, 65, 200), (200, 70, 65, 129))  # of queries, and of keys
+
+
+def packed(rows, lengths, gap):
+    """The first rows of each sequence of [b, s, …] behind each other, `gap` of none between, NaN in
+    scales and the largest numbers in operands; and where they begin."""
+    filler = float("nan") if rows.dtype == torch.float32 else 240.0
+    none = torch.full_like(rows[0, :gap].float(), filler).to(rows.dtype)
+    parts = [x for one, n in zip(rows, lengths, strict=True) for x in (one[:n], none)]
+    starts = torch.tensor([0, *(n + gap for n in lengths)], dtype=torch.int32).cumsum(0)
+    return torch.cat(parts), starts.to(dtype=torch.int32, device=rows.device)
+
+
+@pytest.mark.parametrize(
+    "d, layout, more",
+    [
+        (128, "thd", {"mask": "padding_causal"}),
+        (64, "thd", {"mask": "padding_causal", "softcap": 20.0}),
+        (96, "thd_bshd_bshd", {"mask": "padding", "window": (70, 30)}),
+        pytest.param(256, "thd", {"mask": "padding"}, marks=pytest.mark.device),
+    ],
+)
+def test_packed_tokens_are_right(d, layout, more):
+    """Each sequence beside its own definition; nothing between sequences counts."""
+    lengths, gap = LENGTHS, 3
+    rooms = [max(x) for x in lengths]
+    (q, k, v), scales = scaled((len(lengths[0]), 2, 1), rooms, d)
+    kv_packed = layout == "thd"
+    given, call = dict(zip("qkv", (q, k, v), strict=True)), dict(scales)
+    for name in "qkv" if kv_packed else "q":
+        own = lengths[name != "q"]
+        given[name], starts = packed(given[name], own, gap)
+        of_rows, _ = packed(scales[f"descale_{name}"].transpose(1, 2), own, gap)
+        call[f"descale_{name}"] = of_rows.T[None]
+        side = "q" if name == "q" else "kv"
+        used = torch.tensor(own, dtype=torch.int32, device=q.device)
+        call |= {f"cu_seqlens_{side}": torch.cat([used.new_zeros(1), used.cumsum(0).int()])}
+        call |= {f"cu_seqlens_{side}_padded": starts}
+    if not kv_packed:
+        call["seqused_kv"] = torch.tensor(lengths[1], dtype=torch.int32, device=q.device)
+    more = {**more, "softmax_scale": 0.02}
+    out, aux = attngen.attention(
+        *given.values(), layout=layout, **call, **more, backend="cuda", return_lse=True
+    )
+    plain = {**more, "mask": {"padding": "none", "padding_causal": "causal"}[more["mask"]]}
+    starts = call["cu_seqlens_q_padded"].tolist()
+    for b, (s_q, s_kv) in enumerate(zip(*lengths, strict=True)):
+        sizes = {"q": s_q, "k": s_kv, "v": s_kv}
+        rows = [x[b : b + 1, : sizes[n]] for n, x in zip("qkv", (q, k, v), strict=True)]
+        own = {f"descale_{n}": scales[f"descale_{n}"][b : b + 1, :, : sizes[n]] for n in sizes}
+        expected = oracle_fp8.truth(*rows, **plain, **own)
+        span = slice(starts[b], starts[b] + s_q)
+        oracle_fp8.check(out[None, span], aux.lse[None, :, span], expected)
+
+
+def test_no_suffix_changes_a_bit_of_packed_prefixes():
+    """Later tokens of a sequence, and all of others, louder."""
+    cuts, lengths = (1, 64, 100, 190), (200, 64, 150, 191)
+    quiet, loud = (scaled((4, 1, 1), (200, 200), 64, seed=s) for s in (0, 1))
+    far = torch.arange(200) >= torch.tensor(cuts)[:, None]
+    outs = []
+    for louder in (False, True):
+        call, tensors = {}, []
+        for i, name in enumerate("qkv"):
+            at = far.to(oracle.DEVICE) & louder
+            x = torch.where(at[..., None, None], loud[0][i].float(), quiet[0][i].float())
+            rows, starts = packed(x.to(quiet[0][i].dtype), lengths, 0)
+            tensors.append(rows)
+            key = f"descale_{name}"
+            s = torch.where(at[:, None], loud[1][key] * 64, quiet[1][key])
+            call[key] = packed(s.transpose(1, 2), lengths, 0)[0].T[None]
+        call |= {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+        outs.append(
+            attngen.attention(
+                *tensors, layout="thd", mask="padding_causal", softmax_scale=0.02, **call,
+                backend="cuda",
+            )
+        )  # fmt: skip
+    near = torch.cat([~far[b, :n] for b, n in enumerate(lengths)]).to(oracle.DEVICE)
+    before, after = outs
+    assert torch.equal(before[near], after[near]) and not torch.equal(before, after)

@@ -13,6 +13,7 @@ from ...call.decode import OWN_NUMBER
 from ...call.routing import spec_of_call
 from ...call.table import AttentionCall, given_by
 from ...errors import SpecError
+from ...spec.call_arguments import DESCALES, TOKEN_AXES
 from ...spec.layouts import Layout, parse
 
 DENSE = "bshd"
@@ -53,6 +54,10 @@ def attend(attention: Callable[..., Any], call: AttentionCall) -> Any:
     for side in _SIDES:
         made |= _lengths(call, layout, side, b, room[side])
     made |= dict.fromkeys(_REPLACED)
+    for name in DESCALES:
+        scales = getattr(call, name)
+        if len(getattr(scales, "shape", ())) == TOKEN_AXES:
+            made[name] = _packed_scales(scales)
     if call.num_splits is None and _splits(call):
         made["num_splits"] = OWN_NUMBER
     found = attention(**given_by(replace(call, layout="thd", **made)))
@@ -72,6 +77,11 @@ def _splits(call: AttentionCall) -> bool:
 def _packed(x: Tensor, axes: str) -> Tensor:
     """A dense tensor as tokens [b · s, h, d]: a view where its strides allow."""
     return x.permute([axes.index(axis) for axis in DENSE]).flatten(0, 1)
+
+
+def _packed_scales(x: Tensor) -> Tensor:
+    """Scales [b, h, s] as those of tokens, [1, h, b · s]."""
+    return x.transpose(0, 1).flatten(1)[None]
 
 
 def _dense(out: Tensor, axes: str, b: int, s: int) -> Tensor:

@@ -13,16 +13,16 @@ from ...spec.layouts import axes_of
 
 
 def by_heads(rows: Mapping[str, Tensor | None], layout: str) -> dict[str, Tensor | None]:
-    """Scales of q, k and v as calls take them, [b, h, s], views of what there is for each row of
-    their carriers.
+    """Scales of q, k and v as calls take them, [b, h, s], or of packed tokens [1, h, t]: views of
+    what there is for each row of their carriers.
 
-    Raises: SpecError where the layout has no sequences of one room.
+    Raises: SpecError where the layout has pages.
     """
     parsed = layouts.parse(layout)
-    if "thd" in parsed.formats or parsed.paged:
+    if parsed.paged:
         raise SpecError(
-            f"scaling='token' takes sequences of one room, [b, s]; got layout={layout!r}. Pad "
-            "them, or take a recipe with scaling='tensor'."
+            f"scaling='token' takes keys and values that lie in no pages; got layout={layout!r}. "
+            "Take a recipe with scaling='tensor'."
         )
     found: dict[str, Tensor | None] = {}
     for name in CARRIERS:
@@ -32,14 +32,20 @@ def by_heads(rows: Mapping[str, Tensor | None], layout: str) -> dict[str, Tensor
         axes = [each for each in axes_of(parsed, carrier) if each != "d"]
         if axis:
             of_rows = of_rows.select(axis + 1, place)  # of axes without the last
-            axes = [each for each in axes if each in "bhs"]
-        found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "bhs"])
+            axes = [each for each in axes if each in "bhst"]
+        if "t" in axes:
+            found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "ht"])[None]
+        else:
+            found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "bhs"])
     return found
 
 
 def by_rows(scales: Tensor, axes: list[str]) -> Tensor:
-    """Scales [b, h, s] as they multiply a tensor of these axes, one of which may be packed."""
-    own = [each for each in axes if each in "bhs"]
-    ordered = scales.permute(["bhs".index(each) for each in own])
+    """Scales [b, h, s], or of packed tokens [1, h, t], as they multiply a tensor of these axes,
+    one of which may be that of parts packed into it."""
+    packed = "t" in axes
+    names = "ht" if packed else "bhs"
+    own = [each for each in axes if each in names]
+    ordered = (scales.squeeze(0) if packed else scales).permute([names.index(each) for each in own])
     sizes = dict(zip(own, ordered.shape, strict=True))
     return ordered.reshape([sizes.get(each, 1) for each in axes])

@@ -8,6 +8,7 @@ import torch
 import attngen
 from attngen import SpecError, fp8
 from attngen.call.recipe import CastRule
+from attngen.frontends.pytorch.token_scales import by_heads
 from attngen.reference import fp8_checks, fp8_scales
 
 TOKEN = fp8.Float8CurrentScaling(scaling="token")
@@ -89,12 +90,46 @@ def test_unknown_scaling_is_refused():
         fp8.Float8CurrentScaling(scaling="row")
 
 
-def test_packed_tokens_are_refused():
-    ends = torch.tensor([0, 50], dtype=torch.int32)
-    tensors = torch.zeros(3, 50, 2, 32, dtype=torch.bfloat16)
-    more = {"mask": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    with fp8.autocast(recipe=TOKEN), pytest.raises(SpecError, match="sequences of one room"):
-        attngen.attention(*tensors, layout="thd", **more)
+def joined(layout):
+    """The sequences of `carriers` behind each other, with rows of none, NaN, between them."""
+    q, k, v = carriers("bshd")
+    none = torch.full_like(q[0, :3], float("nan"))
+    q, k, v = (torch.cat([x[0, :25], none, x[1]]) for x in (q, k, v))
+    made = {
+        "thd": (q, k, v),
+        "t3hd": (torch.stack([q, k, v], 1),),
+        "thd_th2d": (q, torch.stack([k, v], 2)),
+    }
+    return made[layout]
+
+
+@pytest.mark.parametrize("layout", ["thd", "t3hd", "thd_th2d"])
+def test_packed_tokens_have_the_bits_of_each_sequence(layout):
+    (q, k, v), used = carriers("bshd"), torch.tensor([0, 25, 65], dtype=torch.int32)
+    padded = torch.tensor([0, 28, 68], dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv")
+    lengths = {**dict.fromkeys(names, used)}
+    lengths |= {f"{name}_padded": padded for name in names}
+    tensors = [x.clone().requires_grad_() for x in joined(layout)]
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    with fp8.autocast(recipe=TOKEN):
+        out = attngen.attention(*tensors, layout=layout, mask="padding_causal", **lengths)
+        alone = [
+            attngen.attention(*(x[b : b + 1, :n] for x in (q, k, v)), mask="causal")[0]
+            for b, n in enumerate((25, 40))
+        ]
+    assert torch.equal(out[:25], alone[0]) and torch.equal(out[28:], alone[1])
+    for rows in ([out[:25], out[28:]], alone):
+        torch.cat(rows).float().square().sum().backward()
+    first = tensors[0].grad
+    found, wanted = (first[:, 0], q.grad) if layout == "t3hd" else (first, q.grad)
+    assert torch.equal(found[:25], wanted[0, :25]) and torch.equal(found[28:], wanted[1])
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+
+
+def test_pages_are_refused():
+    with pytest.raises(SpecError, match="lie in no pages"):
+        by_heads(dict.fromkeys(["descale_q"]), "paged_kv_bshd_bshd_bshd")
 
 
 @pytest.mark.parametrize(
@@ -124,3 +159,28 @@ def test_wrong_values_are_named_but_not_each_of_thousands():
     assert len(reasons) == 4
     assert reasons[0].startswith("descale_k[1, 0, 3]=nan: scales are finite")
     assert reasons[0].endswith("So are 33 other places.")
+
+
+def test_scales_of_packed_tokens_are_those_of_one_sequence():
+    tensors = torch.zeros(3, 50, 2, 32).to(torch.float8_e4m3fn)
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    more = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    scales = {f"descale_{name}": torch.ones(1, 2, 50) for name in "qkv"}
+    assert attngen.attention(*tensors, **scales, **more).shape == (50, 2, 32)
+    scales["descale_q"] = torch.ones(2, 2, 25)
+    with pytest.raises(SpecError, match=r"descale_q needs float32 .* or \[1, h_q=2, t_q=50\]"):
+        attngen.attention(*tensors, **scales, **more)
+
+
+def test_scales_go_with_tokens_behind_left_padding():
+    tensors = [x.to(torch.float8_e4m3fn) for x in carriers("bshd")]
+    generator = torch.Generator().manual_seed(3)
+    scales = {f"descale_{n}": torch.rand(2, 2, 40, generator=generator) + 0.5 for n in "qkv"}
+    starts = torch.tensor([3, 10])
+    found = attngen.attention(
+        *tensors, mask="padding_causal", seqstart_q=starts, seqstart_kv=starts, **scales
+    )
+    for b, first in enumerate(starts):
+        own = {name: x[b : b + 1, :, first:] for name, x in scales.items()}
+        rows = [x[b : b + 1, first:] for x in tensors]
+        assert torch.equal(found[b, first:], attngen.attention(*rows, mask="causal", **own)[0])
