@@ -233,15 +233,19 @@ def test_fp8_forward_finds_its_maxima_filled() -> None:
     assert np.allclose(aux.amax_o, theirs.amax_o, rtol=0.03) and aux.amax_s == 1
 
 
-@pytest.mark.parametrize("backward", ["16", "fp8"])
+@pytest.mark.parametrize(
+    "backward, scaling", [("16", "tensor"), ("fp8", "tensor"), ("16", "token")]
+)
 @pytest.mark.parametrize("added", [False, True], ids=["", "bias"])
-def test_fp8_attention_has_the_gradients_of_its_definition(backward: str, added: bool) -> None:
+def test_fp8_attention_has_the_gradients_of_its_definition(
+    backward: str, scaling: str, added: bool
+) -> None:
     from attngen.jax import Float8CurrentScaling, fp8_attention
 
     given = {**carriers(2, 4, 2, 130, 200, 64), "sink": random(4, dtype="float32")}
     if added:  # in a dtype that kernels do not read beside 8 bits
         given["bias"] = random(1, 4, 130, 200, dtype="float32")
-    recipe = Float8CurrentScaling(backward=backward)
+    recipe = Float8CurrentScaling(backward=backward, scaling=scaling)
 
     def gradients(backend: str) -> Any:
         def loss(values: dict[str, Any]) -> Any:

@@ -18,11 +18,10 @@ from ...call.length_checks import length_violations
 from ...call.numbers import Arguments
 from ...call.operands import extents_of, outputs_of, unpacked
 from ...call.position_checks import position_violations
-from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, ROWS, AttentionCall, named, names
+from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, ROWS, AttentionCall, names
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from ...spec import layouts
-from ...spec.call_arguments import scaling_of
 from ...spec.masks import masks_of
 
 SOFTMAXES = ("vanilla", "off_by_one", "learnable")
@@ -80,11 +79,6 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
     for name in names("starts"):
         if getattr(call, name) is not None:
             yield f"{name} has no definition over arrays of JAX yet; leave it out"
-    if scaling_of(named(call)) == "token":
-        yield (
-            "scales a token and head have no definition over arrays of JAX yet; pass one a tensor, "
-            "[1], or a head, [b, h_kv]"
-        )
     for name in ("schedule", "out"):
         if getattr(call, name) is not None:
             yield f"{name} belongs to tensors of torch; leave it out"

@@ -28,6 +28,11 @@ def check_recipe(recipe: Any, scales: Any, q: Array) -> None:
             "over several devices recipe needs a Float8CurrentScaling or a DelayedScaling; got "
             f"{type(recipe).__name__}"
         )
+    elif recipe.by_token:
+        reasons.append(
+            "operands travel with one scale each over several devices: take a recipe with "
+            "scaling='tensor'"
+        )
     elif recipe.backward == "fp8":
         reasons.append(
             "gradients are not made in 8 bits over several devices: take a recipe with "

@@ -16,6 +16,7 @@ from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.fragments import SLOTS
 from ...call.table import CARRIERS, PAGE_TABLES
 from ...spec import layouts
+from ...spec.call_arguments import TOKEN_AXES
 from .operation import Form
 
 BROADCASTS = ("bias", "attn_mask")
@@ -66,7 +67,9 @@ class Fold:
                 found[name] = x
             elif name in BROADCASTS:
                 found[name] = self._broadcast(name, x)
-            elif name == "alibi_slopes" or name.startswith("descale_"):
+            elif name in DESCALES and x.ndim == TOKEN_AXES + self.mapped[name]:
+                found[name] = self._merged(name, x, given)
+            elif name == "alibi_slopes" or name in DESCALES:
                 found[name] = self._by_head(name, x, given)
             elif not name.startswith("cu_seqlens"):
                 found[name] = self._merged(name, x, given)
@@ -99,6 +102,9 @@ class Fold:
         """The axis of an operand, or of a result, along which sequences or tokens lie."""
         if name in ROWS:
             return 1 if self.layout.q_format == "thd" else 0
+        if name in DESCALES:  # of tokens
+            fmt = self.layout.q_format if name == "descale_q" else self.layout.kv_format
+            return 2 if fmt == "thd" else 0
         if name in LIKE_Q and name != "dq":
             axes = [*self.layout.q_format]
         elif (carrier := GRADIENTS.get(name, name)) in CARRIERS:

@@ -13,31 +13,61 @@ from jax import Array
 
 from ...call.fp8_scales import LARGEST_EXPONENT
 from ...call.numbers import Arguments
+from ...call.table import CARRIERS
 from ...call.tensors import FP8
+from ...spec.call_arguments import TOKEN_AXES
+from ...spec.layouts import Layout, axes_of
 from .places import Rows
 
 DEFAULT_SCALE_S = 256.0  # of weights, as `attngen.reference.fp8` has it
+VALUE_BINADES = 60  # of the scales of values from 1, either way, that weights are multiplied by
 Operands = Mapping[str, "Array | None"]
 
 
 def dequantised(x: Array, descale: Array | None, rows: Rows, dtype: Any) -> Array:
-    """A carrier [n, rows, h, d] in the dtype of scores. descale: [1] or [b, h_kv]."""
+    """A carrier [n, rows, h, d] in the dtype of scores. descale: [1], [b, h_kv] or, one a token and
+    head, [b, h, s], of packed tokens [1, h, t]."""
     name = x.dtype.name
     x = read(x).astype(dtype) if name in FP8 else x.astype(dtype)
     if name not in FP8 or descale is None:
         return x
     if descale.ndim == 1:
         return x * descale.astype(dtype)
+    if is_per_token(descale):
+        scales = jnp.swapaxes(descale, 1, 2).reshape(x.shape[:3])
+        return x * jnp.where(rows.used[..., None], scales, 1).astype(dtype)[..., None]
     heads = descale.astype(dtype)[rows.sequence]
     return x * jnp.repeat(heads, x.shape[2] // heads.shape[-1], axis=-1)[..., None]
 
 
-def weights(operands: Operands, s: Array, sink: Array) -> tuple[Array, Array]:
-    """Probabilities of weights that are stored in e4m3, and the LSE of those before they are."""
-    maximum = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
+def is_per_token(descale: Array | None) -> bool:
+    """Whether scales are one a token and head, [b, h, s], or of packed tokens [1, h, t]."""
+    return descale is not None and descale.ndim == TOKEN_AXES
+
+
+def value_scales(descale: Array, rows: Rows, s: Array) -> Array:
+    """Scales of values as weights are multiplied by them, [n, h_q, 1, columns], within what their
+    logarithms leave finite. s: scores, [n, h_q, rows, columns]."""
+    n, heads, _, columns = s.shape
+    scales = jnp.moveaxis(descale, 1, 0).reshape(-1, n, columns).swapaxes(0, 1)
+    scales = jnp.where(rows.used[:, None], scales, 1).astype(s.dtype)
+    scales = jnp.clip(scales, 2.0**-VALUE_BINADES, 2.0**VALUE_BINADES)
+    return jnp.repeat(scales, heads // scales.shape[1], axis=1)[:, :, None]
+
+
+def weights(
+    operands: Operands, s: Array, sink: Array, values: Array | None = None
+) -> tuple[Array, Array]:
+    """Probabilities of weights that are stored in e4m3, and the LSE of those before they are.
+
+    values: scales of values, [n, h, 1, columns], that weights are multiplied by before they are
+    stored.
+    """
+    raised = s if values is None else s + jnp.log(values)
+    maximum = jnp.max(raised, axis=-1, keepdims=True, initial=-jnp.inf)
     maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
-    exps = jnp.exp(s - maximum)
-    sums = exps.sum(-1, keepdims=True)
+    exps = jnp.exp(raised - maximum)
+    sums = jnp.exp(s - maximum).sum(-1, keepdims=True)
     total = sums + jnp.exp(sink - maximum)
     lse = jnp.logaddexp(maximum + jnp.log(sums), sink)
     scale, descale = operands["scale_s"], operands["descale_s"]
@@ -58,6 +88,36 @@ def stored(out: Array, operands: Operands, arguments: Arguments) -> Array:
         return out.astype(dtype)
     scale = operands["scale_o"]
     return quantised(out if scale is None else out * scale.astype(out.dtype), dtype)
+
+
+def by_heads(rows: Mapping[str, Array], layout: Layout) -> dict[str, Array]:
+    """Scales of q, k and v as calls take them, [b, h, s], or of packed tokens [1, h, t]. rows: of
+    each row of their carriers, by the carriers' names."""
+    found = {}
+    for name in CARRIERS:
+        carrier, axis, place = layout.home(name)
+        x = rows[carrier]
+        axes = [each for each in axes_of(layout, carrier) if each != "d"]
+        if axis:
+            x = jnp.take(x, place, axis=axis + 1)  # of axes without the last
+            axes = [each for each in axes if each in "bhst"]
+        if "t" in axes:
+            found[f"descale_{name}"] = x.transpose([axes.index(each) for each in "ht"])[None]
+        else:
+            found[f"descale_{name}"] = x.transpose([axes.index(each) for each in "bhs"])
+    return found
+
+
+def by_rows(scales: Array, axes: list[str]) -> Array:
+    """Scales [b, h, s], or of packed tokens [1, h, t], as they multiply an array of these axes, one
+    of which may be that of parts packed into it."""
+    packed = "t" in axes
+    names = "ht" if packed else "bhs"
+    own = [each for each in axes if each in names]
+    rows = jnp.squeeze(scales, 0) if packed else scales
+    ordered = rows.transpose([names.index(each) for each in own])
+    sizes = dict(zip(own, ordered.shape, strict=True))
+    return ordered.reshape([sizes.get(each, 1) for each in axes])
 
 
 def largest_of(dtype: str) -> float:

@@ -28,7 +28,7 @@ from ...spec.layouts import axes_of
 from . import calls, checks
 from .attention import SAVED_AS, as_asked, use_kernels
 from .calls import CheckedCall, describe
-from .fp8 import largest, largest_of, power_of_two_below, quantised, read, scaled
+from .fp8 import by_heads, largest, largest_of, power_of_two_below, quantised, read, scaled
 from .fp8_backward import backward
 from .fp8_recipes import DelayedScaling, Float8CurrentScaling, Float8Scales, Recipe, check_scales
 from .gradients import CONFIGS_KEPT, Names
@@ -136,6 +136,8 @@ def _stored(
 ) -> _Stored:
     """Store a call's arrays. known: scales of q, k and v that histories say, 0 of those that have
     none yet; None where their own magnitudes do."""
+    if recipe.by_token:
+        return _stored_by_token(call, wide, recipe)
     dtype, _ = recipe.dtypes
     layout = layouts.parse(call.layout)
     lengths = calls.lengths_of(call)
@@ -162,10 +164,25 @@ def _stored(
     return _Stored(checked, maxima, stored_amax[carrier])
 
 
+def _stored_by_token(call: Call, wide: dict[str, Array], recipe: Recipe) -> _Stored:
+    """Store a call's arrays with a scale of each row: nothing that other rows hold changes it."""
+    dtype, _ = recipe.dtypes
+    changed: dict[str, Any] = {"out_dtype": call.out_dtype or wide["q"].dtype}
+    rows = {}
+    for name, x in wide.items():
+        x = jax.lax.stop_gradient(x)
+        scale = recipe.scale(jnp.max(jnp.abs(x), axis=-1, initial=0).astype(jnp.float32), dtype)
+        changed[name], rows[name] = scaled(x, dtype, scale[..., None]), 1 / scale
+    changed |= by_heads(rows, layouts.parse(call.layout))
+    checked = calls.converted(Call(**{**named_arguments(call), **changed}))
+    # No history notes magnitudes, and no backward asks for V's.
+    return _Stored(checked, jnp.zeros(len(CARRIERS), jnp.float32), jnp.zeros(1, jnp.float32))
+
+
 def _stores_gradients(checked: CheckedCall, recipe: Recipe, kernels: bool) -> bool:
     """Whether the backward is in 8 bits. Raises: SpecError where the recipe wants it, and kernels
     that serve the call have none."""
-    if recipe.backward == "16":
+    if recipe.backward == "16" or recipe.by_token:
         return False
     _, dtype = recipe.dtypes
     reasons = routing.backward_refusals(checked.described(), dtype) if kernels else []

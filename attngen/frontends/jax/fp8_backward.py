@@ -20,7 +20,7 @@ from ...call.table import CARRIERS, GRADIENT_OF, SCALES
 from ...call.tensors import FP8
 from ...spec import layouts
 from . import reference
-from .fp8 import largest_of, quantised, read
+from .fp8 import by_rows, is_per_token, largest_of, quantised, read
 from .places import Carriers, as_rows, placed
 from .reference import Attention
 
@@ -54,18 +54,22 @@ def widened(given: Operands, arguments: Arguments) -> dict[str, Array | None]:
 def _dequantised(given: Operands, layout: layouts.Layout) -> dict[str, Array]:
     """The carriers that there are as the numbers that they stand for, float32."""
     parts: dict[str, list[Array]] = {}
-    axes: dict[str, int] = {}
+    places: dict[str, int] = {}
     for name in CARRIERS:
         carrier, axis, _ = layout.home(name)
-        descale = given[f"descale_{name}"]
-        parts.setdefault(carrier, []).append(jnp.ones(1) if descale is None else descale)
-        axes[carrier] = axis or 0
+        axes, descale = layouts.axes_of(layout, carrier), given[f"descale_{name}"]
+        if descale is not None and is_per_token(descale):
+            factor = by_rows(descale, axes)
+        else:
+            factor = (jnp.ones(1) if descale is None else descale).reshape([1] * len(axes))
+        parts.setdefault(carrier, []).append(factor)
+        places[carrier] = axis or 0
     found = {}
     for carrier, factors in parts.items():
-        x = read(_there(given, carrier))
-        sizes = [1] * x.ndim
-        sizes[axes[carrier]] = len(factors)
-        found[carrier] = x * jnp.concatenate(factors).astype(x.dtype).reshape(sizes)
+        x, place = read(_there(given, carrier)), places[carrier]
+        (factor, *others) = factors
+        factor = jnp.concatenate(factors, place) if others else factor
+        found[carrier] = x * factor.astype(x.dtype)
     return found
 
 

@@ -13,6 +13,7 @@ from jax import Array
 from ...call.fp8_scales import BACKWARDS, delayed_violations
 from ...call.table import CARRIERS
 from ...errors import SpecError
+from ...spec.scaling import SCALINGS
 from .fp8 import current_scale, delayed_scale
 
 FORMATS = {
@@ -38,8 +39,10 @@ class Float8CurrentScaling(Formats):
 
     fp8_format: HYBRID has the output's gradient in e5m2, E4M3 in e4m3 as q, k and v.
     use_power_2_scales: the next power of two below; amax_epsilon: the least magnitude that is
-    taken. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16 where
-    kernels have none of 8; in 8 bits the scale of dS is a bound's, which nothing exceeds.
+    taken. scaling: tensor, or token, a scale a token and head, by which under a causal mask no
+    later token changes a bit of an earlier output. backward: in which bits gradients are made, 16,
+    fp8, or fp8_or_16, which has 16 where kernels have none of 8, and beside scales a token; in 8
+    bits the scale of dS is a bound's, which nothing exceeds.
 
     Raises: SpecError with every violation at once.
     """
@@ -48,13 +51,26 @@ class Float8CurrentScaling(Formats):
     use_power_2_scales: bool = True
     amax_epsilon: float = 0.0
     backward: str = "16"
+    scaling: str = "tensor"
 
     def __post_init__(self) -> None:
         reasons = _violations(self)
+        if self.scaling not in SCALINGS:
+            reasons.append(f"scaling needs {', '.join(SCALINGS)}; got {self.scaling!r}")
+        if self.by_token and self.backward == "fp8":
+            reasons.append(
+                "scaling='token' has gradients in 16 bits: sums over tokens, which those in 8 are, "
+                f"leave no token's scale behind them; got backward={self.backward!r}. Pass '16'."
+            )
         if not 0 <= self.amax_epsilon < float("inf"):
             reasons.append(f"amax_epsilon needs a number >= 0; got {self.amax_epsilon!r}")
         if reasons:
             raise SpecError(reasons)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.scaling == "token"
 
     def scale(self, amax: Array, dtype: str) -> Array:
         """Scales of arrays with these largest magnitudes, float32."""
@@ -79,6 +95,7 @@ class DelayedScaling(Formats):
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Array], Array] = "max"
     backward: str = "16"
+    by_token = False  # of the whole array in each step
 
     def __post_init__(self) -> None:
         reasons = _violations(self)

@@ -15,6 +15,7 @@ from ...call.fragments import SLOTS, operands_of
 from ...call.table import CARRIERS, GRADIENT_OF, PAGE_TABLES
 from ...fragments.program import has_program
 from ...spec import layouts
+from ...spec.call_arguments import TOKEN_AXES
 from .operation import Form, bind
 
 OF_HEADS = ("alibi_slopes", "sink")
@@ -56,8 +57,8 @@ def axes_of(form: Form, name: str, shape: Sequence[int]) -> list[str]:
         axes = [*"bhst"][4 - len(shape) :]
     elif name in OF_HEADS or name in _slots_of_heads(form):
         axes = [*"bh"][2 - len(shape) :]
-    elif name.startswith("descale_") and len(shape) == 2:
-        axes = [*"bh"]
+    elif name.startswith("descale_") and len(shape) > 1:
+        axes = [*"bhs"][: len(shape)]
     elif name.startswith("seqused") or name in PAGE_TABLES:
         axes = ["b", *["-"] * (len(shape) - 1)]
     elif name == "max_logit":
@@ -202,7 +203,10 @@ class _Factors:
 
     def of(self, form: Form, name: str, shape: Sequence[int]) -> str:
         """The factors of an operand's axes."""
-        heads = "g" if name in ("k", "v", "dk", "dv") or name.startswith("descale_") else "(g r)"
+        of_keys = name in ("k", "v", "dk", "dv") or name.startswith("descale_")
+        if name == "descale_q" and len(shape) == TOKEN_AXES:
+            of_keys = False
+        heads = "g" if of_keys else "(g r)"
         found = []
         for axis in axes_of(form, name, shape):
             if axis == "-":

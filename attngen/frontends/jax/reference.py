@@ -20,6 +20,7 @@ from ...call.dropout import drop_threshold, keep_scale
 from ...call.fragments import LEARNED_SLOT, definition_of, fragments_of
 from ...call.numbers import Arguments
 from ...call.positions import Positions
+from ...call.table import CARRIERS
 from ...call.tensors import FP8
 from ...fragments.features import program_named
 from ...fragments.program import Program
@@ -27,7 +28,7 @@ from ...spec import layouts
 from ...spec.masks import masks_of
 from .callable_values import over_positions, value_of
 from .dropout import random_bytes
-from .fp8 import dequantised, stored, weights
+from .fp8 import dequantised, is_per_token, stored, value_scales, weights
 from .places import Carriers, placed, returned
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -155,8 +156,11 @@ def unpacked(layout: layouts.Layout, q: Any, k: Any, v: Any) -> tuple[Array, Arr
 def _products(call: Attention) -> tuple[Array, Array]:
     """Q Kᵀ, [n, h, rows, columns], and V [n, columns, h, d] in the dtype of scores."""
     rows, dtype = call.carriers, call.dtype
+    scales = {name: call.operands[f"descale_{name}"] for name in CARRIERS}
+    if is_per_token(scales["v"]):  # in the weights before they are stored
+        scales["v"] = None
     q, k, v = (
-        dequantised(x, call.operands[f"descale_{name}"], side, dtype)
+        dequantised(x, scales[name], side, dtype)
         for name, x, side in (
             *(("q", rows.q, rows.of_q), ("k", rows.k, rows.of_kv)),
             ("v", rows.v, rows.of_kv),
@@ -273,7 +277,10 @@ def _softmax(call: Attention, s: Array) -> tuple[Array, Array]:
     """Probabilities [n, h, rows, columns], and log-sum-exp [n, h, rows]."""
     sink = _sink(call, s)
     if call.carriers.q.dtype.name in FP8:
-        return weights(call.operands, s, sink)
+        descale = call.operands["descale_v"]
+        if descale is None or not is_per_token(descale):
+            return weights(call.operands, s, sink)
+        return weights(call.operands, s, sink, value_scales(descale, call.carriers.of_kv, s))
     maximum = jnp.maximum(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf), sink)
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
     exps = jnp.exp(s - maximum)

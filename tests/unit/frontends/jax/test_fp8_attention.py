@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from attngen.jax import (  # noqa: E402
 
 import attngen  # noqa: E402
 from attngen import SpecError, fp8  # noqa: E402
+from attngen.frontends.jax.context_storage import check_recipe  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
 from tests.support.jax_kit import random  # noqa: E402
 
@@ -49,9 +51,14 @@ LEARNED = ("q", "k", "v", "sink")
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name, backward", [*((name, "fp8") for name in CASES), ("groups", "16"), ("tokens", "16")]
+    "name, backward, scaling",
+    [
+        *((name, "fp8", "tensor") for name in CASES),
+        *(("groups", "16", "tensor"), ("tokens", "16", "tensor")),
+        *((name, "16", "token") for name in CASES),
+    ],
 )
-def test_results_and_gradients_are_those_of_torch(name: str, backward: str) -> None:
+def test_results_and_gradients_are_those_of_torch(name: str, backward: str, scaling: str) -> None:
     case = CASES[name]
     kind = "E4M3" if "dropout_p" in case else "HYBRID"
     words = {n: x for n, x in case.items() if isinstance(x, (str, float))}
@@ -64,7 +71,9 @@ def test_results_and_gradients_are_those_of_torch(name: str, backward: str) -> N
         tensors["sink"] = tensors["sink"].float()
     leaves = [tensors[name].requires_grad_() for name in learned]
     state = {"rng_state": torch.tensor(case["rng_state"])} if "rng_state" in case else {}
-    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format[kind], backward=backward)
+    recipe = fp8.Float8CurrentScaling(
+        fp8_format=fp8.Format[kind], backward=backward, scaling=scaling
+    )
     with fp8.autocast(recipe=recipe):
         out, aux = attngen.attention(
             **tensors, **state, **words, return_lse=True, backend="reference"
@@ -79,7 +88,7 @@ def test_results_and_gradients_are_those_of_torch(name: str, backward: str) -> N
     def loss(values: dict[str, Any]) -> Any:
         out, aux = fp8_attention(
             **{**given, **values}, **state, **words, return_lse=True,
-            recipe=Float8CurrentScaling(fp8_format=kind, backward=backward),
+            recipe=Float8CurrentScaling(fp8_format=kind, backward=backward, scaling=scaling),
         )  # fmt: skip
         rows = jnp.where(aux.lse > -jnp.inf, aux.lse, 0)
         return (out.astype(jnp.float32) ** 2).sum() + rows.sum(), (out, aux.lse)
@@ -279,3 +288,38 @@ def test_operands_are_refused_before_scales_are_made_of_them(given: Any, reason:
     q = jnp.asarray(Q).astype(jnp.bfloat16)
     with pytest.raises(SpecError, match=reason):
         fp8_attention(**{"q": q, "k": q, "v": q, **given})
+
+
+def test_scales_of_tokens_are_folded_and_refused_over_an_axis() -> None:
+    recipe = Float8CurrentScaling(scaling="token")
+    q, kv = (jnp.asarray(np.stack([x, 3 * x])).astype(jnp.bfloat16) for x in (Q, KV))
+    attend = partial(fp8_attention, recipe=recipe, mask="causal", backend="reference")
+    mapped = jax.vmap(attend)(q, kv, kv)
+    assert all(np.array_equal(mapped[i], attend(q[i], kv[i], kv[i])) for i in range(2))
+    with pytest.raises(SpecError, match="scaling='tensor'"):
+        check_recipe(recipe, None, q)
+
+
+def test_suffix_of_tokens_leaves_a_prefix_alone() -> None:
+    recipe = Float8CurrentScaling(scaling="token")
+    far = np.arange(40)[:, None, None] >= 23
+    outs = [
+        fp8_attention(
+            *(jnp.asarray(np.where(far, x * factor, x)).astype(jnp.bfloat16) for x in (Q, Q, Q)),
+            recipe=recipe, mask="causal", backend="reference",
+        )
+        for factor in (1.0, 90.0)
+    ]  # fmt: skip
+    before, after = (np.asarray(x.astype(jnp.float32)) for x in outs)
+    assert np.array_equal(before[:, :23], after[:, :23]) and not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [({"scaling": "row"}, "scaling needs"), ({"scaling": "token", "backward": "fp8"}, "16 bits")],
+)
+def test_recipes_of_token_scales_that_mean_nothing_are_refused(
+    fields: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(SpecError, match=reason):
+        Float8CurrentScaling(**fields)
