@@ -14,7 +14,7 @@ help:
 	@echo 'make test             tests that need no GPU, but for long sweeps'
 	@echo 'make test-all         every test that needs no GPU'
 	@echo 'make emulate          kernels on the host, a part of the tests that need a GPU'
-	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
+	@echo 'make gpu-test         every test that needs one, and sanitizers, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
 	@echo 'make format           let ruff and clang-format mend what they can'
 	@echo "make generated        write generated/, kernels' hashes and README's tables; generated-check: do they differ?"
@@ -61,7 +61,7 @@ emulate: $(VENV)/.dev
 	$(EMULATE) --each 16 tests/gpu/test_hostile_integers.py
 
 gpu-test:
-	PYTHONPATH=. python3 -m pytest -m gpu
+	python3 tools/gpu_suite.py -o build/gpu-tests.json
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.devices import turn_devices
 from tests.support.sampling import COLLECTED, quickly, sample
+
+turn_devices(os.environ)  # before a module of tests asks for one
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 
@@ -16,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--emulate",
         action="store_true",
         help="GPU tests run on the host: kernels' sources, compiled by g++",
+    )
+    parser.addoption(
+        "--build-only",
+        action="store_true",
+        help="of GPU tests the kernels are built, on all cores, and no test runs",
     )
     parser.addoption(
         "--each",

@@ -142,7 +142,15 @@ def kernels(request: pytest.FixtureRequest, emulator: device.Emulator | None) ->
     if request.config.getoption("emulate"):
         return
     torch.backends.cuda.matmul.allow_tf32 = False  # the float32 reference is float32
-    specs = specs_of(request.session.items)
+    lines = build_all(specs_of(request.session.items))
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_line("\n".join(lines))
+
+
+def build_all(specs: list[AttentionSpec]) -> list[str]:
+    """Builds the kernels of specs on all cores; says how many, in what time, and which failed."""
     start = time.perf_counter()
     failed = []
 
@@ -155,11 +163,15 @@ def kernels(request: pytest.FixtureRequest, emulator: device.Emulator | None) ->
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(build, specs))
     seconds = time.perf_counter() - start
-    lines = [f"{len(specs)} kernels ready in {seconds:.1f} s, {len(failed)} failed", *failed]
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.ensure_newline()
-        reporter.write_line("\n".join(lines))
+    return [f"{len(specs)} kernels ready in {seconds:.1f} s, {len(failed)} failed", *failed]
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With --build-only kernels are built, and nothing runs."""
+    if not session.config.getoption("build_only"):
+        return None
+    print("\n".join(build_all(specs_of(session.items))), flush=True)
+    return True
 
 
 @pytest.fixture(autouse=True)

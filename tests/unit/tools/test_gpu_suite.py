@@ -1,0 +1,65 @@
+"""tools/gpu_suite.py: how a run is cut, and what becomes of its parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.devices import turn_devices
+from tools import gpu_suite
+
+WAITS = """
+import time
+try:
+    print("on", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("told")
+"""
+
+
+@pytest.mark.parametrize(
+    "worker, devices, wanted",
+    [
+        ("gw0", "0,1", "0,1"),
+        ("gw1", "0,1", "1,0"),
+        ("gw5", "2,0,1", "1,2,0"),
+        ("gw1", "3", "3"),
+        ("master", "0,1", "0,1"),
+    ],
+)
+def test_processes_take_gpus_in_turn(worker: str, devices: str, wanted: str) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": devices, "PYTEST_XDIST_WORKER": worker}
+    turn_devices(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == wanted
+    nothing: dict[str, str] = {"PYTEST_XDIST_WORKER": "gw1"}
+    turn_devices(nothing)
+    assert nothing == {"PYTEST_XDIST_WORKER": "gw1"}
+
+
+def test_shards_cover_each_tool(tmp_path) -> None:
+    found = list(gpu_suite.sanitizer_commands("compute-sanitizer", tmp_path))
+    assert len({log for log, _ in found}) == len(found) == 3 * gpu_suite.SHARDS
+    of_race = [command for _, command in found if "racecheck" in command]
+    assert [command[-1] for command in of_race] == [f"{n}/5" for n in range(1, 6)]
+
+
+def test_parts_that_reach_the_limit_are_interrupted() -> None:
+    part = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE)
+    assert part.stdout is not None and part.stdout.readline() == b"on\n"
+    gpu_suite.finish([part], time.monotonic() + 0.05)
+    assert part.stdout.read() == b"told\n" and part.returncode == 0
+    part.stdout.close()
+
+
+def test_build_only_builds_what_tests_launch_and_runs_none(monkeypatch, capsys) -> None:
+    from tests.gpu import conftest
+
+    built: list[object] = []
+    monkeypatch.setattr(conftest.attngen, "build", lambda spec, arch: built.append(spec))
+    specs = [object(), object()]
+    (line,) = conftest.build_all(specs)
+    assert sorted(map(id, built)) == sorted(map(id, specs)) and line.startswith("2 kernels ready")
