@@ -4,9 +4,9 @@
 
 Kernels of all tests are built first, on all cores. Then processes share the tests, each with a GPU
 of its own as its first, and beside them run shards of compute-sanitizer's three tools. Needs
-pytest-xdist. Exit status and fields are those of tools/gpu_results.py. Tests that reach the limit are
-stopped, and those that ran still count; a sanitizer that is stopped has no summary, which is an
-error.
+pytest-xdist. Exit status and fields are those of tools/gpu_results.py. Tests that reach the limit
+are stopped, and those that ran still count; a sanitizer that is stopped has no summary, which is
+an error.
 """
 
 from __future__ import annotations
