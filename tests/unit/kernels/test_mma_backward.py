@@ -114,6 +114,7 @@ def test_kernels_around_clear_and_round_the_sums() -> None:
         (replace(DENSE, head_dim_v=40), "dv", "store_rows<Element, 32>"),
         (GATHER, "dv", "store_rows<Element, 64>"),
         (replace(DENSE, dtype_grad="fp32"), "dk", "store_float_rows<64>"),
+        (replace(GATHER, dtype_grad="fp32"), "dv", "store_float_rows<64>"),
     ],
 )
 def test_gradients_are_stored_as_their_columns_lie(
@@ -122,6 +123,7 @@ def test_gradients_are_stored_as_their_columns_lie(
     made = view.gradient_of(problem, plan_of(problem, "sm_80"), name, "share")
     assert made.store == store and bool(made.left) == ("whole" not in store)
     assert ("p.scale" in made.factor) == (name == "dk")
+    assert (made.left == "p.dim_v") == problem.gather  # columns that are not there have no place
 
 
 def test_gaps_are_of_axes_whose_lengths_vary() -> None:

@@ -215,11 +215,11 @@ def gradient_of(problem: Problem, plan: Plan, name: str, share: str) -> Gradient
     columns = -(-steps_of(tensor.columns) // plan.query_warps) * ROW_TILE
     whole = columns * plan.query_warps == tensor.columns
     factors = [*(("p.scale",) if name == "dk" else ()), *("p.keep_scale",) * problem.dropout]
-    factor, left = " * ".join(factors) or "1.f", str(tensor.columns)
+    factor = " * ".join(factors) or "1.f"
+    left = f"p.{tensor.columns_parameter}" if tensor.gathered else str(tensor.columns)
     if tensor.is_float:
         return Gradient(tensor, share, factor, f"store_float_rows<{columns}>", left)
     if tensor.gathered or not whole:
-        left = f"p.{tensor.columns_parameter}" if tensor.gathered else left
         return Gradient(tensor, share, factor, f"store_rows<Element, {columns}>", left)
     return Gradient(tensor, share, factor, f"store_whole_rows<Element, {columns}>", "")
 
