@@ -22,7 +22,7 @@ from .prepared import Launches, lay_out_workspaces
 from .table import WantedGradients
 from .tensors import TensorDesc
 
-KEPT = ("lse_log2", "d", "turns", "dq_acc")  # workspaces of rows
+KEPT = ("lse_log2", "d", "turns", "dq_acc")  # workspaces of rows; `turns` where kernels count
 OF_ROWS = ("o", "d_o", "lse", "dlse")
 _WANTED = WantedGradients(*[name in ("dq", "dkv") for name in WantedGradients._fields])
 
@@ -54,8 +54,9 @@ class PreparedPart:
     """A part, and what is of all rows.
 
     before: makes D and the LSE of all rows; part: gradients of its keys, and sums of dQ; after:
-    turns these into dQ of all rows; each is given the addresses of `KEPT` last. places: where each
-    of these begins in a workspace of so many bytes; shifts: bytes from there to the part's rows.
+    turns these into dQ of all rows; each is given the addresses of those of `KEPT` last that its
+    kernels have. places: where each of these begins in a workspace of so many bytes; shifts: bytes
+    from there to the part's rows.
     block: rows of a block, floats of its dQ, and parts that these are of.
     """
 
@@ -73,7 +74,7 @@ class PreparedPart:
         return (*self.block, *self.places, self.workspace_bytes)
 
     def kept_at(self, addresses: Sequence[int]) -> tuple[int, ...]:
-        """Addresses of what is kept of the part's rows. addresses: of all rows, as `KEPT`."""
+        """Addresses of what is kept of the part's rows. addresses: of all rows, as `places`."""
         return tuple([base + by for base, by in zip(addresses, self.shifts, strict=True)])
 
 
@@ -99,11 +100,12 @@ def prepare_part(
 
 @dataclass(frozen=True, eq=False)
 class _Kernels:
-    """The kernels of rows whose dQ is summed in memory."""
+    """The kernels of rows whose dQ is summed in memory. kept: what they have of `KEPT`."""
 
     before: LoadedKernel
     main: LoadedKernel
     after: LoadedKernel
+    kept: tuple[str, ...]
 
     @property
     def all(self) -> tuple[LoadedKernel, ...]:
@@ -113,18 +115,22 @@ class _Kernels:
 def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
     """The three kernels of a backward, if it has these alone: one behind which all D are there, one
     whose tiles add to dQ in no order, which it leaves to one that rounds the sums."""
+    if len(kernels) != 3:
+        return None
     before, main = maker_of("d", kernels), maker_of("dk", kernels)
-    after = next((each for each in kernels if "dq_acc" in read_by(each.kernel)), None)
-    if before is None or main is None or after is None or len(kernels) > len(KEPT) - 1:
+    summed = "dq_added" if main and "dq_added" in made_by(main.kernel) else "dq_acc"
+    after = next((each for each in kernels if summed in read_by(each.kernel)), None)
+    if before is None or main is None or after is None:
         return None
     names = {field.name for field in main.kernel.fields} | {*main.kernel.workspace}
-    alone = not names & {"o", "lse", "map_o", "map_dq", "dkv_acc"} and {*KEPT} <= names
+    alone = not names & {"o", "lse", "map_o", "map_dq", "dkv_acc"} and {"lse_log2", "d"} <= names
     dense = (main.kernel.q_seq, main.kernel.kv_seq) == ("dense", "dense")
-    if not (alone and dense and "dq_acc" in made_by(main.kernel)):
+    if not (alone and dense and summed in made_by(main.kernel)):
         return None
     # Whoever is in front of a part is no kernel that it may overtake.
     entry = replace(main.kernel, dependent=False)
-    return _Kernels(before, replace(main, kernel=entry), after)
+    kept = tuple(name for name in KEPT if name in names)
+    return _Kernels(before, replace(main, kernel=entry), after, kept)
 
 
 def _has_whole_blocks(kernels: _Kernels, call: Backward, rows: AllRows) -> bool:
@@ -155,17 +161,17 @@ def _with_launches(
     there = [name for name, x in call.given.items() if x is not None]
     of_rows = [name for name in there if name in OF_ROWS]
     read_by_part = [name for name in there if name not in ("o", "lse", "dlse")]
-    fixed = dict.fromkeys(absent, 0)
+    fixed, kept = dict.fromkeys(absent, 0), kernels.kept
     return PreparedPart(
         before=NamedLaunches(
             device=device,
-            names=(*of_rows, *KEPT),
+            names=(*of_rows, *kept),
             launches=(prepare(kernels.before, of_all, scalars),),
             fixed=fixed,
         ),
         part=NamedLaunches(
             device=device,
-            names=(*read_by_part, "dk", "dv", *KEPT),
+            names=(*read_by_part, "dk", "dv", *kept),
             sources=sources_of(call.given, call.optional, call.arguments),
             launches=(prepare(kernels.main, of_part, scalars),),
             fixed=fixed,
@@ -173,11 +179,11 @@ def _with_launches(
         ),
         after=NamedLaunches(
             device=device,
-            names=("dq", *KEPT),
+            names=("dq", *kept),
             launches=(prepare(kernels.after, of_all, scalars),),
         ),
-        places=tuple(offsets[name] for name in KEPT),
-        shifts=tuple(rows.first // block * (bytes_of[name] // slots) for name in KEPT),
+        places=tuple(offsets[name] for name in kept),
+        shifts=tuple(rows.first // block * (bytes_of[name] // slots) for name in kept),
         workspace_bytes=size,
         block=(block, kernels.main.kernel.dq_floats, kernels.after.kernel.block_ctas),
     )

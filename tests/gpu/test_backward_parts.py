@@ -71,7 +71,12 @@ def test_parts_sum_up_to_one_call(dim, length, parts, given):
 
 @pytest.mark.parametrize(
     ("dim", "row", "given"),
-    [(128, 32, {}), (256, 0, {}), (52, 0, {}), (128, 0, {"deterministic": True})],
+    [
+        (128, 32, {}),
+        pytest.param(256, 0, {}, marks=pytest.mark.wgmma),
+        pytest.param(52, 0, {}, marks=pytest.mark.wgmma),
+        (128, 0, {"deterministic": True}),
+    ],
     ids=str,
 )
 def test_rows_that_kernels_keep_no_sums_of_are_left_alone(dim, row, given):

@@ -11,7 +11,7 @@ import torch
 import attngen
 from tests.support.caches import kernels_of
 
-from . import gradients, oracle, variants
+from . import gradients, oracle, test_backward_parts, variants
 from .cases import Case
 from .conftest import any_chip
 from .variants import Variant
@@ -104,3 +104,10 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_mma_backward_of_varying_calls_is_right(call):
     check_varying(call)
+
+
+@pytest.mark.parametrize("dim", [256, 52])
+def test_mma_backward_of_parts_of_keys_sums_up(dim):
+    """Head dims are those whose other kernels keep no such sums."""
+    _, length, parts, given = test_backward_parts.CASES[0]
+    test_backward_parts.test_parts_sum_up_to_one_call(dim, length, parts, given)
