@@ -80,6 +80,8 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
         plans(FP8, "sm_80")
     with pytest.raises(PlanError, match="keys and values of 8 bits beside queries of 16"):
         plans(WIDENED, "sm_89")
+    with pytest.raises(PlanError, match="mma.sync have no operands with scales a token yet"):
+        plans(replace(FP8, scores=("token_scales",)), "sm_89")
 
 
 def test_operands_of_8_bits_have_boxes_of_twice_as_many_columns() -> None:

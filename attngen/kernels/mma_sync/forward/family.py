@@ -39,6 +39,7 @@ class MmaForward(Family):
         beside = problem.bias or problem.paged or problem.eight_bit
         unserved = {
             "mask that was made before, beside a bias, pages and 8 bits": problem.listed and beside,
+            "operands with scales a token": problem.token_scales,
             "keys and values of 8 bits beside queries of 16": problem.widens,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }
