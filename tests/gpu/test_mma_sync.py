@@ -10,9 +10,10 @@ import torch
 
 import attngen
 from attngen.spec.attention_spec import MAX_HEAD_DIM
+from attngen.targets.target import TARGETS
 from tests.support.caches import kernels_of
 
-from . import cases, oracle, test_forward_onto, variants
+from . import cases, kv_cache, oracle, test_forward_onto, variants
 from .cases import Case
 from .conftest import any_chip
 from .test_coverage import MEMBERS
@@ -164,6 +165,21 @@ SERVED = [
     if member.dtype != "e4m3" and max(member.head_dims) <= MAX_HEAD_DIM
     if not (member.spec.widens or member.splits)
 ]
+WIDENED = [(m, call) for m, call in MEMBERS if m.spec.widens and not m.splits]
+
+
+@pytest.mark.skipif(not TARGETS[ARCH].fp8, reason=f"{ARCH} has no FP8")
+@pytest.mark.parametrize(("member", "call"), WIDENED, ids=str)
+def test_mma_forward_of_8_bit_keys_and_values_is_right(member, call):
+    kv_cache.check_narrowed(call, member.max_logit, None)
+
+
+@pytest.mark.skipif(not TARGETS[ARCH].fp8, reason=f"{ARCH} has no FP8")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48)], ids=str)
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+def test_mma_prompt_over_pages_of_8_bits_is_right(kv, dims):
+    cached = kv_cache.pages([500, 0, 65], 2, dims[0], 16, dims[1], kv_dtype=kv, scales="head")
+    kv_cache.check_pages(queries(3, 130, 4, dims[0]), cached, mask="causal_bottom_right")
 
 
 @pytest.mark.parametrize("call", SERVED, ids=str)

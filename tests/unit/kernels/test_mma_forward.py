@@ -78,8 +78,10 @@ def test_candidates_are_all_that_fit_the_preferred_first() -> None:
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="sm_80 has no products of 8 bits"):
         plans(FP8, "sm_80")
-    with pytest.raises(PlanError, match="keys and values of 8 bits beside queries of 16"):
-        plans(WIDENED, "sm_89")
+    with pytest.raises(PlanError, match="sm_80 converts nothing from e5m2"):
+        plans(WIDENED, "sm_80")
+    with pytest.raises(PlanError, match="no kernel does all of this together yet"):
+        plans(replace(WIDENED, dropout=True), "sm_89")
     with pytest.raises(PlanError, match="mma.sync have no operands with scales a token yet"):
         plans(replace(FP8, scores=("token_scales",)), "sm_89")
 
@@ -91,6 +93,17 @@ def test_operands_of_8_bits_have_boxes_of_twice_as_many_columns() -> None:
     assert narrow.atoms - plan.atoms == {"cute/arch/mma_sm89.hpp"}
     text = render_problem(FP8, narrow).text
     assert "multiply_add<QElement, KvElement>" in text and "p.amax_o" in text
+
+
+def test_keys_and_values_of_8_bits_take_half_the_memory_beside_queries_of_16() -> None:
+    plan, narrow = plan_of(DENSE, "sm_89"), plan_of(WIDENED, "sm_89")
+    wide, half = ({x.name: x.bytes for x in each.smem} for each in (plan, narrow))
+    assert half["Q"] == wide["Q"] == 256 * plan.tile.m
+    assert half["K"] == half["V"] == 128 * narrow.tile.n * narrow.stages
+    assert narrow.tile.n > plan.tile.n and narrow.atoms == plan.atoms
+    text = render_problem(WIDENED, narrow).text
+    assert "warp.order_queries(smem)" in text and "pack_pairs<Fp16, 8>" in text
+    assert "p.descale_v" in text and "p.amax_o" not in text and "p.descale_q" not in text
 
 
 def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:
@@ -121,6 +134,7 @@ def test_packed_lengths_need_no_kernel_before() -> None:
         (GATHER, "tells_full_blocks", "false"),
         (BIAS, "score_tile", "bias"),
         (DENSE, "score_tile", None),
+        (DENSE, "narrow", False),
     ],
 )
 def test_views_decide(problem: Problem, field: str, value: object) -> None:
@@ -177,6 +191,7 @@ def test_gathered_rows_beside_dropout_take_the_next_smaller_block() -> None:
         ("sm_90", replace(CAUSAL, head_dim_qk=256, head_dim_v=256, scores=("softcap", "alibi"))),
         ("sm_89", replace(FP8, masks=("causal",), dropout=True)),
         ("sm_120", replace(FP8, q_seq="packed", kv_seq="packed", head_dim_v=64, dtype_o="e4m3")),
+        ("sm_89", replace(WIDENED, kv_fetch="page_tma", kv_seq="used", masks=("causal",))),
     ],
 )
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....spec.problem import DTYPE_BYTES, Problem
+from ....spec.problem import DTYPE_BYTES, DType, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, score_tile_bytes
 from .plan import FORWARD, Plan
@@ -73,9 +73,9 @@ CHOICES = (
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
 
 
-def boxes_of(problem: Problem, head_dim: int) -> int:
-    """Boxes of a row, each of 128 bytes."""
-    return -(-head_dim * DTYPE_BYTES[problem.dtype_kv] // BOX_BYTES)
+def row_bytes(head_dim: int, dtype: DType) -> int:
+    """Bytes of a row's boxes, each of which has 128."""
+    return BOX_BYTES * -(-head_dim * DTYPE_BYTES[dtype] // BOX_BYTES)
 
 
 def operand_registers(problem: Problem, choice: Choice) -> int:
@@ -102,12 +102,11 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where registers or shared memory do not hold it."""
     registers, limit = operand_registers(problem, choice), limit_of(problem, choice)
     tile = choice.tile
-    qk, v = (BOX_BYTES * boxes_of(problem, d) for d in (problem.head_dim_qk, problem.head_dim_v))
     smem = lay_out(
         {
-            "Q": tile.m * qk,
-            "K": choice.stages * tile.n * qk,
-            "V": choice.stages * tile.n * v,
+            "Q": tile.m * row_bytes(problem.head_dim_qk, problem.dtype_q),
+            "K": choice.stages * tile.n * row_bytes(problem.head_dim_qk, problem.dtype_kv),
+            "V": choice.stages * tile.n * row_bytes(problem.head_dim_v, problem.dtype_kv),
             **({"Bias": score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
         }
     )

@@ -40,17 +40,21 @@ class MmaForward(Family):
         unserved = {
             "mask that was made before, beside a bias, pages and 8 bits": problem.listed and beside,
             "operands with scales a token": problem.token_scales,
-            "keys and values of 8 bits beside queries of 16": problem.widens,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }
         for what, asked in unserved.items():
             if asked:
                 yield f"kernels of mma.sync have no {what} yet"
+        more = problem.bias or problem.attn_mask or problem.dropout
+        if problem.widens and (more or problem.positions or problem.continues or problem.gather):
+            yield "no kernel does all of this together yet"
 
     def refusals(self, problem: Problem, target: Target) -> list[str]:
         found = super().refusals(problem, target)
         if problem.eight_bit and not target.fp8:
             found.append(f"{target.name} has no products of 8 bits")
+        if problem.widens and not target.fp8:
+            found.append(f"{target.name} converts nothing from {problem.dtype_kv}")
         return found
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:

@@ -69,6 +69,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names = typed("ptr", "q", "k", "v", "o", "lse")
     names += typed("ptr", *(("max_logit",) if problem.max_logit else ()))
     names += typed("ptr", *(SCALES if problem.eight_bit else ()))
+    names += typed("ptr", *(("descale_k", "descale_v") if problem.widens else ()))
     names += typed("ptr", *(("rounded",) if problem.continues else ()))
     names += typed("ptr", *(("rng_state",) if problem.dropout else ()))
     for tensor in "qkvo":
@@ -83,9 +84,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]
     names += typed("i32", *(("sequences",) if problem.varlen else ()))
-    if problem.eight_bit:
-        for tensor in "qkv":
-            strides = (f"descale_{tensor}_stride_{axis}" for axis in ("batch", "head"))
-            names += typed("i32", *strides)
+    for tensor in "qkv" if problem.eight_bit else "kv" if problem.widens else "":
+        names += typed("i32", *(f"descale_{tensor}_stride_{axis}" for axis in ("batch", "head")))
     names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return [*names, *operands_of(uses)]

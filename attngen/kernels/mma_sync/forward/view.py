@@ -46,6 +46,7 @@ class Weights:
     row_maximum: str
     largest_score: str
     pack: str
+    element: str
     keep_factor: str
 
 
@@ -93,9 +94,11 @@ class MmaForwardView:
 
     Formats: head_dim_qk, head_dim_v: columns. elements: C++ types by the names that templates have
     for them: of weights, and where these differ of queries, of keys and of the output. eight_bit:
-    whether operands have 8 bits; stores_bytes: whether the output has. step_columns, box_columns:
-    of a step of a product, and of a box. copied: C++, what makes pairs of bytes, which copies
-    count, of columns. keys_by: C++, the types of the product of keys; tile_element: that of what
+    whether operands have 8 bits; widens: whether keys and values alone have; narrow: whether these
+    have, with scales, so that a thread has four neighbouring columns of the output; stores_bytes:
+    whether that has 8 bits. step_columns, box_columns: of a step of a product, and of a box of
+    keys. q_copied, kv_copied: C++, what makes pairs of bytes, which copies count, of columns.
+    keys_by: C++, the types of the product of keys; tile_element: that of what
     scores read in tiles.
 
     Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
@@ -129,10 +132,13 @@ class MmaForwardView:
     head_dim_v: int
     elements: tuple[Alias, ...]
     eight_bit: bool
+    widens: bool
+    narrow: bool
     stores_bytes: bool
     step_columns: int
     box_columns: int
-    copied: str
+    q_copied: str
+    kv_copied: str
     keys_by: str
     tile_element: str
     fragment_sources: tuple[str, ...]
@@ -193,10 +199,13 @@ def forward_view(
         head_dim_v=problem.head_dim_v,
         elements=elements_of(problem),
         eight_bit=problem.eight_bit,
+        widens=problem.widens,
+        narrow=is_narrow(problem),
         stores_bytes=DTYPE_BYTES[problem.dtype_o] == 1,
         step_columns=32 if problem.eight_bit else 16,
-        box_columns=128 if problem.eight_bit else 64,
-        copied=" / 2" if problem.eight_bit else "",
+        box_columns=128 // DTYPE_BYTES[problem.dtype_kv],
+        q_copied=" / 2" if problem.eight_bit else "",
+        kv_copied=" / 2" if DTYPE_BYTES[problem.dtype_kv] == 1 else "",
         keys_by="QElement, KvElement" if problem.eight_bit else "Element",
         tile_element=CPP_ELEMENTS[problem.dtype_bias] if problem.eight_bit else "Element",
         fragment_sources=fragment_sources,
@@ -240,16 +249,16 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "mma/atoms_fp8.cuh": problem.eight_bit,
         "mma/fragment.cuh": True,
         "mma/score_tile.cuh": problem.bias,
-        "mma/store.cuh": not problem.eight_bit and problem.dtype_o != "fp32",
-        "mma/store_float.cuh": problem.dtype_o == "fp32",
-        "mma/store_quads.cuh": problem.eight_bit,
+        "mma/store.cuh": not is_narrow(problem) and problem.dtype_o != "fp32",
+        "mma/store_float.cuh": not is_narrow(problem) and problem.dtype_o == "fp32",
+        "mma/store_quads.cuh": is_narrow(problem),
         "mma/transpose.cuh": problem.eight_bit,
         "ptx/async_copy.cuh": True,
         "ptx/barrier.cuh": True,
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
         "ptx/tma.cuh": True,  # the type of maps, of which it has none
-        "scale.cuh": problem.eight_bit,
+        "scale.cuh": is_narrow(problem),
         "scheduler/block_map.cuh": problem.listed,
         "scheduler/gap_rows.cuh": problem.q_seq != "dense",
         "scheduler/kv_blocks.cuh": True,
@@ -262,9 +271,15 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
+def is_narrow(problem: Problem) -> bool:
+    """Whether keys and values have 8 bits."""
+    return DTYPE_BYTES[problem.dtype_kv] == 1
+
+
 def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> Weights:
     """How scores become weights. scaled: whether they come to the softmax scaled."""
-    scale_log2 = "scale_log2" if problem.eight_bit else "p.scale_log2"
+    stored = problem.eight_bit or problem.widens
+    scale_log2 = "scale_log2" if stored else "p.scale_log2"
     natural = "{}" if scaled else f"{{}} * kLn2 * {scale_log2}"
     shifted = " - shift * kLn2" if problem.eight_bit else ""
     return Weights(
@@ -276,6 +291,7 @@ def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> 
         row_maximum=natural.format("state[m].row_max[half]") + shifted,
         largest_score=natural.format("largest[m][half]"),
         pack="pack_positive_pairs" if problem.dropout else "pack_pairs",
+        element="Fp16" if problem.widens else "Element",
         keep_factor=" * p.keep_scale" if problem.dropout else "",
     )
 
@@ -283,9 +299,11 @@ def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> 
 def elements_of(problem: Problem) -> tuple[Alias, ...]:
     """Types of elements by their names in templates."""
     q, kv = CPP_ELEMENTS[problem.dtype_q], CPP_ELEMENTS[problem.dtype_kv]
-    if not problem.eight_bit:
+    if not is_narrow(problem):
         return (Alias("Element", q),)
-    output = Alias("Output", CPP_ELEMENTS[problem.dtype_o])
+    output = Alias("Output", CPP_ELEMENTS.get(problem.dtype_o, "float"))
+    if problem.widens:
+        return (Alias("Element", q), Alias("KvElement", kv), output)
     return (Alias("Element", "E4m3"), Alias("QElement", q), Alias("KvElement", kv), output)
 
 

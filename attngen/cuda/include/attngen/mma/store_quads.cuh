@@ -7,7 +7,7 @@
 
 namespace attngen {
 
-// Four neighbouring elements of 16 bits, or of 8, in one store.
+// Four neighbouring elements of 32, 16 or 8 bits, in one store.
 template <class Element>
 struct Quad {
   static constexpr int kBytes = 8;
@@ -20,6 +20,13 @@ struct QuadOfBytes {
   static constexpr int kBytes = 4;
   ATTNGEN_DEVICE static void store(char* at, float a, float b, float c, float d) {
     *reinterpret_cast<u32*>(at) = Element::pack(a, b) | Element::pack(c, d) << 16;
+  }
+};
+template <>
+struct Quad<float> {
+  static constexpr int kBytes = 16;
+  ATTNGEN_DEVICE static void store(char* at, float a, float b, float c, float d) {
+    *reinterpret_cast<float4*>(at) = make_float4(a, b, c, d);
   }
 };
 template <>
