@@ -75,10 +75,11 @@ def choose_splits(tiles: int, blocks: int, rows: float, places: Places) -> int:
 def share_busy(ctas: int, places: Places) -> float:
     """The part of the time that the chip is busy, all CTAs being equal: all of it, but for those
     that do not fill their places. Where memory binds, it counts that these lie unevenly, some SMs
-    having more than others, but for CTAs that all have an SM to themselves."""
+    having one more than others, but for CTAs that all have an SM to themselves."""
     last = ctas % places.slots
     empty = places.slots - last
     if ctas < places.slots:
-        empty = min(empty, max(0, ctas - places.multiprocessors))
+        chip = places.multiprocessors
+        empty = min(empty, -ctas % chip, ctas % chip) if ctas > chip else 0
     taken = max(last + UNEVEN * empty * places.memory_binds, places.enough)
     return ctas / (ctas - last + taken) if last else 1.0

@@ -52,6 +52,7 @@ def test_buffers_follow_from_the_chips_memory(
 ) -> None:
     plan = plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d), arch)
     assert (plan.ctas, plan.warp_keys, plan.stages) == (ctas, keys, stages)
+    assert plan.busy_ctas == (0.735 if ctas == 4 else 0.9) * ctas
 
 
 def test_sums_of_all_warps_fit_into_the_place_of_keys_and_values() -> None:
