@@ -1,4 +1,4 @@
-// mma_decode__full_used_d128_bf16_kv_e4m3_paged__aa75c3
+// mma_decode__full_used_d128_bf16_kv_e4m3_paged__dfb1f7
 // Rendered by attngen from kernels/mma_sync/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/warp_rows.cuh"
@@ -36,7 +36,7 @@ constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kKept = kQkSteps > 8 ? 1 : kQkSteps;  // steps whose queries stay in registers
 constexpr int kVSteps = ceil_div(kHeadDimV, 16);
 constexpr int kOutputTiles = ceil_div(kHeadDimV, 8);
-constexpr int kColumns = ceil_div(kOutputTiles, kWarps) * 8;  // of the output, those that a warp joins
+constexpr int kColumns = ceil_div(kOutputTiles, kWarps) * 8;  // of the output, those that a warp stores
 constexpr u32 kRowBoxBytes = kRows * 128;
 constexpr u32 kKeyBoxBytes = kKeys * 128;
 constexpr u32 kKStageBytes = ceil_div(kElementBytes * kHeadDimQk, 128) * kKeyBoxBytes;
@@ -556,7 +556,7 @@ struct Warp {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(128, 1)
-mma_decode__full_used_d128_bf16_kv_e4m3_paged__aa75c3(const __grid_constant__ attngen::Params p) {
+mma_decode__full_used_d128_bf16_kv_e4m3_paged__dfb1f7(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const Job job = find_job(p);

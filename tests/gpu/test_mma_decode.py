@@ -56,6 +56,22 @@ def test_mma_decode_of_any_head_dims_is_right(dims):
     check(q, cache([150, 40, 7], 2, d, 16, d_v, torch.float16), mask="causal_bottom_right")
 
 
+@pytest.mark.parametrize("dims", [(576, 512), (512, 512), (320, 264), (64, 448)], ids=str)
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_mma_decode_of_more_columns_than_a_warp_holds_is_right(s_q, dims):
+    """Latent attention is such, whose values are columns of its keys."""
+    d, d_v = dims
+    q, pages = queries(3, s_q, 16, d), cache([300, 33, 0], 1, d, 16, d_v)
+    for splits in (None, 1, 3):
+        check(q, pages, mask="causal_bottom_right", num_splits=splits)
+
+
+def test_mma_decode_of_many_columns_beside_scores_and_sinks_is_right():
+    q, pages = queries(2, 2, 8, 576), cache([200, 70], 1, 576, 64, 512)
+    given = {"softcap": 5.0, "alibi_slopes": True, "softmax": "off_by_one"}
+    check(q, pages, mask="causal_bottom_right", num_splits=2, **given)
+
+
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("choice", CHOICES[-3:], ids=lambda c: "-".join((*c[0], c[1])))
 def test_mma_decode_with_scores_sinks_windows_and_maxima_is_right(choice, splits):

@@ -67,10 +67,31 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
         (replace(FP8, decode=True), "queries of 8 bits"),
         (replace(WIDENED, decode=True), "sm_80 converts nothing from e5m2"),
         (replace(BIAS, decode=True), "all of this together"),
-        (replace(SPLIT, head_dim_qk=576, head_dim_v=512), "no tile of split keys fits sm_80"),
     ):
         with pytest.raises(PlanError, match=word):
             plans(problem, "sm_80")
+    narrow = replace(WIDENED, decode=True, head_dim_qk=576, head_dim_v=512)
+    with pytest.raises(PlanError, match="no tile of split keys fits sm_89"):
+        plans(narrow, "sm_89")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims", "ctas", "keys"),
+    [
+        ("sm_80", (576, 512), 1, 16),
+        ("sm_89", (576, 512), 1, 8),
+        ("sm_120", (512, 256), 1, 8),
+        ("sm_90", (320, 264), 2, 16),
+    ],
+)
+def test_warps_divide_columns_where_none_holds_all(
+    arch: str, dims: tuple[int, int], ctas: int, keys: int
+) -> None:
+    d, d_v = dims
+    plan = plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d_v), arch)
+    assert plan.divides_columns and (plan.ctas, plan.warp_keys, plan.stages) == (ctas, keys, 1)
+    assert {x.name: x.bytes for x in plan.smem}["Weights"] == 16 * 128
+    assert not plan_of(SPLIT, arch).divides_columns
 
 
 def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:

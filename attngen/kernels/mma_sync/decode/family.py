@@ -66,9 +66,11 @@ class MmaDecode(Family):
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         reads = cast(DecodePlan, plan)
+        what = "columns" if reads.divides_columns else "keys"
         yield (
-            f"aims at the memory: {reads.warps} warps with keys of their own, {reads.stages} "
-            f"stages each; {reads.ctas} CTA{'s' if reads.ctas > 1 else ''} an SM"
+            f"aims at the memory: {reads.warps} warps with {what} of their own, {reads.stages} "
+            f"stage{'s' if reads.stages > 1 else ''} each; {reads.ctas} "
+            f"CTA{'s' if reads.ctas > 1 else ''} an SM"
         )
 
 

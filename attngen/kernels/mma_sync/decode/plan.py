@@ -15,6 +15,8 @@ DECODE = "mma_decode"
 ROWS = 16
 BOX_BYTES = 128  # of a row, which the swizzle spans
 SUMS_BYTES = 128  # of a warp: a maximum and a sum of each of its rows
+WEIGHTS_BYTES = ROWS * BOX_BYTES  # of a block of up to 64 keys, where warps divide columns
+OWN_COLUMNS = 256  # of the output, up to which a warp holds all
 LARGEST = 255  # registers of a thread
 STEPS_KEPT = 8  # of 16 columns, up to which queries stay in registers
 OTHER_REGISTERS = 72  # addresses, pages, scores, weights
@@ -26,6 +28,8 @@ CHOICES = (
     *((2, 4, 32, 3), (2, 4, 16, 4), (2, 4, 16, 3), (1, 4, 32, 3), (1, 4, 16, 4), (1, 4, 16, 3)),
     *((2, 4, 16, 2), (1, 4, 16, 2), (1, 2, 16, 3), (1, 2, 16, 2)),
 )
+# The same where warps divide columns of the output, and keys and values have one stage each.
+CHOICES_DIVIDED = ((2, 4, 16, 1), (1, 4, 16, 1), (1, 4, 8, 1))
 # Of these places as many as keep the memory busy where each CTA reads keys of its own, by the CTAs
 # of an SM: three of four small ones read one sequence of 128k keys 2 to 6 % faster than all four.
 BUSY_SHARES = {4: 0.735}
@@ -44,6 +48,7 @@ class DecodePlan(TiledPlan):
     warps: int
     warp_keys: int
     stages: int
+    divides_columns: bool
     ctas: int
     busy_ctas: float
     smem: tuple[SmemRegion, ...]
@@ -64,7 +69,7 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
 
 def feasible(problem: Problem, target: Target) -> Iterator[DecodePlan]:
     """Every plan that fits the target, the preferred first."""
-    for choice in CHOICES:
+    for choice in (*CHOICES, *CHOICES_DIVIDED):
         if plan := make_plan(problem, target, *choice):
             yield plan
 
@@ -74,11 +79,12 @@ def boxes_of(columns: int, element_bytes: int) -> int:
     return -(-columns * element_bytes // BOX_BYTES)
 
 
-def operand_registers(problem: Problem, keys: int) -> int:
-    """Registers a thread holds at once: output, queries, and scores."""
+def operand_registers(problem: Problem, keys: int, sharing: int = 1) -> int:
+    """Registers a thread holds at once: output, queries, and scores. sharing: warps that divide
+    columns of the output."""
     steps = -(-problem.head_dim_qk // 16)
     kept = steps if steps <= STEPS_KEPT else 1
-    return -(-problem.head_dim_v // 16) * 8 + 4 * kept + keys // 2
+    return -(-problem.head_dim_v // (16 * sharing)) * 8 + 4 * kept + keys // 2
 
 
 def make_plan(
@@ -90,16 +96,23 @@ def make_plan(
         rows * BOX_BYTES * boxes_of(columns, size)
         for columns in (problem.head_dim_qk, problem.head_dim_v)
     )
-    # In the end the warps' outputs take these places.
-    v_bytes = max(v_bytes, 4 * warps * ROWS * problem.head_dim_v - k_bytes)
+    divides = stages == 1
+    if divides and problem.widens:
+        return None  # bytes are widened where a warp has keys and columns alike
+    if not divides and problem.head_dim_v > OWN_COLUMNS:
+        return None
+    if not divides:  # in the end the warps' outputs take these places
+        v_bytes = max(v_bytes, 4 * warps * ROWS * problem.head_dim_v - k_bytes)
+    q_bytes = ROWS * BOX_BYTES * boxes_of(problem.head_dim_qk, 2)
+    weights = {"Weights": WEIGHTS_BYTES} if divides else {}
     smem = lay_out(
-        {"Q": ROWS * BOX_BYTES * boxes_of(problem.head_dim_qk, 2), "K": k_bytes, "V": v_bytes},
-        {"Sums": warps * SUMS_BYTES},
+        {"Q": q_bytes, "K": k_bytes, "V": v_bytes, **weights}, {"Sums": warps * SUMS_BYTES}
     )
     smem_bytes = smem[-1].offset + smem[-1].bytes
     threads = warps * 32
+    registers = operand_registers(problem, keys, warps if divides else 1)
     limit = min(LARGEST, target.sm_registers // (threads * ctas)) - OTHER_REGISTERS
-    if smem_bytes > target.smem_share(ctas) or operand_registers(problem, keys) > limit:
+    if smem_bytes > target.smem_share(ctas) or registers > limit:
         return None
     return DecodePlan(
         arch=target.name,
@@ -108,6 +121,7 @@ def make_plan(
         warps=warps,
         warp_keys=keys,
         stages=stages,
+        divides_columns=divides,
         ctas=ctas,
         busy_ctas=BUSY_SHARES.get(ctas, BUSY_SHARE) * ctas,
         smem=smem,

@@ -34,9 +34,10 @@ class MmaDecodeView:
     of queries lie behind each other; ragged: whether those of queries differ in length. max_logit:
     whether each head's largest score is kept.
 
-    warps: of a CTA; warp_keys: a block's, of each; stages: buffers of these. smem: regions of
-    shared memory. threads: of a CTA; ctas: of an SM. starts_next: whether the kernel behind may be
-    there before this one ends.
+    warps: of a CTA; warp_keys: a block's, of each; stages: buffers of these. divides_columns:
+    whether warps divide the output's columns, not keys alone; columns: C++, of a warp. smem:
+    regions of shared memory. threads: of a CTA; ctas: of an SM. starts_next: whether the kernel
+    behind may be there before this one ends.
 
     What output stores have in common with others': scale_log2: C++, what makes log2 units of a
     product of Q and K; part_scale: C++, what a part of the output is multiplied by; widens: whether
@@ -67,6 +68,8 @@ class MmaDecodeView:
     warps: int
     warp_keys: int
     stages: int
+    divides_columns: bool
+    columns: str
     smem: tuple[SmemRegion, ...]
     threads: int
     ctas: int
@@ -86,6 +89,7 @@ def decode_view(
     fragments: tuple[str, ...],
 ) -> MmaDecodeView:
     """The view of the kernel that reads the keys of `problem` as its plan says."""
+    unit, of_unit = (16, "kVSteps") if plan.divides_columns else (8, "kOutputTiles")
     single = {role: fragment_view(uses[role][0]) for role in uses if role not in ("mask", "score")}
     return MmaDecodeView(
         kernel=kernel,
@@ -110,6 +114,8 @@ def decode_view(
         warps=plan.warps,
         warp_keys=plan.warp_keys,
         stages=plan.stages,
+        divides_columns=plan.divides_columns,
+        columns=f"ceil_div({of_unit}, kWarps) * {unit}",
         smem=plan.smem,
         threads=plan.threads,
         ctas=plan.ctas,
@@ -117,7 +123,7 @@ def decode_view(
         scale_log2="scale_log2" if problem.widens else "p.scale_log2",
         part_scale="output_scale" if problem.widens else "1.f",
         widens=problem.widens,
-        last_box_may_miss=problem.head_dim_v % (8 * plan.warps) != 0,
+        last_box_may_miss=problem.head_dim_v % (unit * plan.warps) != 0,
         first_columns="warp == 0",
     )
 
