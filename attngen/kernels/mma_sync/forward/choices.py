@@ -27,6 +27,7 @@ OPERANDS = {255: 204, 168: 120}
 # Fewer, by stages, where rows are copied by address beside dropout, so that blocks are a size
 # smaller: some spill 268 bytes at 128, and 248 at 64.
 CROWDED = {1: 8, 2: 40}
+MASKED_SCORES = 8  # fewer beside bits of a mask and a score: some have 34 local accesses a block
 LARGEST = 255  # registers of a thread
 # Under masks tiles differ: the longest first, a quarter of each head's, the shortest, for the end.
 MASKED_SCHEDULE = Schedule(False, True, kv_group_bytes=16 << 20, group_heads=32, tail_share=4)
@@ -139,7 +140,9 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
 def limit_of(problem: Problem, choice: Choice) -> int:
     """Registers a thread has for its operands."""
     crowded = problem.gather and problem.dropout
-    return OPERANDS.get(choice.registers, 0) - crowded * CROWDED[choice.stages]
+    masked = problem.attn_mask and bool(problem.scores)
+    limit = OPERANDS.get(choice.registers, 0) - masked * MASKED_SCORES
+    return limit - crowded * CROWDED[choice.stages]
 
 
 def explain(
