@@ -39,7 +39,7 @@ _DTYPES = {
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
-MAX_HEAD_DIM = 256  # of kernels that do not split keys, but for a forward alone in 16 bits
+MAX_HEAD_DIM = 256  # of kernels that do not split keys, but for those of 16 bits (head_dims.py)
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 SHORT_HEAD_DIM = 128  # up to which a forward has tiles of 64 queries, two at once on an SM
 

@@ -19,6 +19,7 @@ CALLS = [
     Call("sbhd", (140,), (190,), d=384, mask="causal", window=(70, 0)),
     Call("bshd", (65,), (127,), d=512, d_v=448, window=(5, 90), heads=(4, 2)),
     Call("bshd", (70,), (130,), d=264, d_v=72),
+    Call("bshd", (290, 290), d=512, heads=(6, 2), mask="causal"),
     Call("bshd", (1,), (300,), d=128, d_v=448),
     Call("bshd", (300,), (65,), d=64, d_v=264, heads=(4, 4)),
     Call("thd", (70, 0, 130), (7, 30, 200), gaps=True, d=512, mask="causal_bottom_right",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,6 +34,7 @@ from .plan import (
     LearnedPlan,
     TurningPlan,
 )
+from .wide import cta_columns
 
 if TYPE_CHECKING:
     from ...fill import Source
@@ -120,7 +122,9 @@ class Backward(Family):
         products = PRODUCTS_OF_BOTH if problem.mixed else products
         of_qk, of_v = products
         block = Block(of_qk, of_v, keys_come=keys_come, ctas=1)
-        return aim_of(problem, cast(BackwardPlan, plan), block, target)
+        columns, columns_v = cta_columns(problem)
+        of_cta = replace(problem, head_dim_qk=columns, head_dim_v=columns_v)
+        return aim_of(of_cta, cast(BackwardPlan, plan), block, target)
 
 
 FAMILY = Backward()

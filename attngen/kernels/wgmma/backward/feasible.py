@@ -29,14 +29,13 @@ from .registers import (
     DQ_KEYS,
     DQ_OPERANDS,
     GATHER_REGISTERS,
-    PAIR_GATHER_REGISTERS,
-    PAIR_REGISTERS,
     REGISTERS,
     SMALL_REGISTERS,
     features_of,
     least,
+    pair_registers,
 )
-from .wide import SUM_STAGES, cta_columns, is_wide
+from .wide import AHEAD_BLOCKS, AHEAD_OPERANDS, BLOCKS, cta_columns, is_wide, sends_ahead
 
 # Of struct Job, and more of tiles that come in waves and of those that have turns.
 JOB_BYTES, JOB_BYTES_WAVES, JOB_BYTES_TURNS = 20, 4, 8
@@ -66,10 +65,6 @@ WINDOW_GROUP_HEADS, WINDOW_GROUP_BYTES = {64: 4, 128: 32}, 8 << 20
 
 # Queries a block and its buffers, of the dK and dV kernel.
 DKV_BLOCKS = ((64, 4), (64, 3), (48, 3), (64, 2), (32, 3), (32, 2))
-# Measured with half of 512 columns each: 32 in three stages 1.08 to 1.16 times 48 in two.
-WIDE_DKV_BLOCKS = ((64, 3), (48, 3), (64, 2), (32, 3), (48, 2), (32, 2))
-# Beside other kernels': of a pair's sums, and of the tile that one draws for both.
-PAIR_BARRIERS = CONSUMERS * SUM_STAGES + 2
 
 STAGED_COLUMNS = 32  # floats of dQ a row that leave room for a box of its 16-bit columns
 
@@ -152,16 +147,17 @@ def feasible_dkv(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
     ahead of 64 in two; at 192/128, three stages 1.9 x two, four 8 % ahead of three."""
     most = least(DKV_QUERIES, features_of(problem))
     pairs = is_wide(problem)
-    for m, stages in WIDE_DKV_BLOCKS if pairs else DKV_BLOCKS:
+    wide_blocks = AHEAD_BLOCKS if sends_ahead(problem) else BLOCKS
+    for m, stages in wide_blocks if pairs else DKV_BLOCKS:
         tile = Tile(m, ROWS_PER_CONSUMER)
         sizes = {
             **_operand_bytes(problem, tile, stages, stages),
             "Weights": 2 * tile.m * tile.n * 2,
             **({"Bias": 4 * score_tile_bytes(m, 16)} if problem.bias else {}),
-            **_sums_bytes(problem, m, ROWS_PER_CONSUMER),
+            **_sums_bytes(problem, m, ROWS_PER_CONSUMER, 1),
         }
         rows = stages * m * 4
-        barriers = 10 + 4 * stages + PAIR_BARRIERS * pairs
+        barriers = 10 + 4 * stages + (2 + 2 * CONSUMERS) * pairs
         small = {"Lse": rows, "D": rows, "Barriers": barriers * BARRIER_BYTES}
         draft = Draft(OF_KEYS, tile, sizes, small, stages, stages, row_block=m)
         made = finish(problem, draft, target)
@@ -176,20 +172,22 @@ def feasible_dq(problem: Problem, row_block: int, target: Target) -> Iterator[Ba
     features = features_of(problem)
     limit = least(DQ_OPERANDS, features)
     columns, columns_v = cta_columns(problem)
+    ahead = sends_ahead(problem)
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(least(DQ_KEYS, features), 16, -16)
         for k in (3, 2)
         for v in (2, 1)
         if columns // 2 + n + n // 4 <= limit
+        and (not ahead or (k > 2 and columns // 2 + 2 * n + n // 4 <= AHEAD_OPERANDS))
     ]
     for _, n, k_stages, v_stages in sorted(choices, reverse=True):
         tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
         qk, v = 128 * boxes_of(columns), 128 * boxes_of(columns_v)
         sizes = {"Q": tile.m * qk, "Do": tile.m * v, "K": k_stages * n * qk, "V": v_stages * n * v}
         sizes |= {"Bias": 4 * CONSUMERS * score_tile_bytes(16, n)} if problem.bias else {}
-        sizes |= _sums_bytes(problem, ROWS_PER_CONSUMER, n)
-        barriers = 4 + 2 * (k_stages + v_stages) + PAIR_BARRIERS * is_wide(problem)
+        sizes |= _sums_bytes(problem, ROWS_PER_CONSUMER, n, 2)
+        barriers = 4 + 2 * (k_stages + v_stages) + (2 + 4 * CONSUMERS) * is_wide(problem)
         small = {"Barriers": barriers * BARRIER_BYTES}
         draft = Draft(OF_QUERIES, tile, sizes, small, k_stages, v_stages, row_block)
         made = finish(problem, draft, target)
@@ -211,9 +209,10 @@ def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) 
     }
 
 
-def _sums_bytes(problem: Problem, rows: int, columns: int) -> dict[str, int]:
-    """Bytes of what the other CTA of a pair sends: sums of each consumer's scores, in float32."""
-    return {"Sums": SUM_STAGES * CONSUMERS * rows * columns * 4} if is_wide(problem) else {}
+def _sums_bytes(problem: Problem, rows: int, columns: int, kinds: int) -> dict[str, int]:
+    """Bytes of what the other CTA of a pair sends: so many kinds of sums of a consumer's block, in
+    float32."""
+    return {"Sums": kinds * CONSUMERS * rows * columns * 4} if is_wide(problem) else {}
 
 
 def _splits_heads(problem: Problem, tile: Tile) -> bool:
@@ -293,14 +292,14 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
     producer, consumer = draft.registers or REGISTERS[draft.family]
     if problem.gather:
         producer, consumer = GATHER_REGISTERS
-    if is_wide(problem):
-        producer, consumer = PAIR_GATHER_REGISTERS if problem.gather else PAIR_REGISTERS
+    pairs = draft.family in (OF_KEYS, OF_QUERIES) and is_wide(problem)
+    if pairs:
+        producer, consumer = pair_registers(problem, draft.family)
     schedule, descending = _schedule(problem, draft)
     waves = _waves(problem, draft)
     tile, completes = draft.tile, draft.completes
     job = draft.job_bytes + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
-    pairs = draft.family in (OF_KEYS, OF_QUERIES) and is_wide(problem)
     drawn = {"Drawn": DRAWN_BYTES} if pairs else {}
     regions = lay_out(draft.sizes, {**draft.small, "Job": job, **drawn, **order})
     fused, alone = draft.family in (MAIN, WITH_BIAS), draft.family == MAIN
@@ -322,6 +321,7 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
         deterministic=draft.deterministic,
         completes=completes,
         pairs=pairs,
+        sends_ahead=pairs and sends_ahead(problem),
         descending=descending,
         waves=waves,
         short_head=SHORT_HEAD if waves and not (draft.deterministic or problem.varlen) else 0,

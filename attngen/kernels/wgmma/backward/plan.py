@@ -30,7 +30,8 @@ class BackwardPlan(TiledPlan):
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
     converts it; tiles have an order for that. `pairs`: two CTAs share a tile, and have half of the
-    columns of everything each (wide.py). `waves`: where query heads share keys, or a head has
+    columns of everything each (wide.py); `sends_ahead`: what they send each other is a block ahead
+    of what they need of it. `waves`: where query heads share keys, or a head has
     fewer than `short_head` tiles, tiles are drawn in waves that keep to the same block of queries
     (scheduler/tile_order.cuh). `splits_heads`: where calls have few tiles, each query head of a
     group may have tiles of its own, which add to float32 sums of dK and dV in memory. `held_steps`:
@@ -58,6 +59,7 @@ class BackwardPlan(TiledPlan):
     deterministic: bool
     completes: bool
     pairs: bool
+    sends_ahead: bool
     descending: bool
     waves: bool
     short_head: int

@@ -8,6 +8,7 @@ from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
 from .plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
+from .wide import sends_ahead
 
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
@@ -19,8 +20,8 @@ REGISTERS = {
     OF_BIAS: (40, 232),
 }
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
-# Where two CTAs share tiles, and where warps copy rows there.
-PAIR_REGISTERS, PAIR_GATHER_REGISTERS = (56, 224), (72, 216)
+# Where two CTAs share tiles; where warps copy rows there; and of dQ where sums are sent ahead.
+PAIR_REGISTERS, PAIR_GATHER_REGISTERS, AHEAD_REGISTERS = (56, 224), (72, 216), (40, 232)
 # Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
@@ -69,6 +70,13 @@ def fuses(problem: Problem) -> bool:
         found.issuperset(these.split()) and not found.isdisjoint(others.split())
         for these, others in FUSED_SPILLS
     )
+
+
+def pair_registers(problem: Problem, family: str) -> tuple[int, int]:
+    """Registers of the producer and of consumers of a kernel of which two CTAs share tiles."""
+    if family == OF_QUERIES and sends_ahead(problem):
+        return AHEAD_REGISTERS
+    return PAIR_GATHER_REGISTERS if problem.gather else PAIR_REGISTERS
 
 
 def features_of(problem: Problem) -> frozenset[str]:

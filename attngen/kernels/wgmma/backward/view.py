@@ -26,14 +26,16 @@ from .wide import cta_columns
 @dataclass(frozen=True)
 class Fetch:
     """How rows of operands come. queries, keys: C++, the struct that fetches these. halves: whether
-    a CTA has half of the columns, and what the other of a pair makes of its own."""
+    a CTA has half of the columns, and adds what the other of a pair makes of its own; ahead:
+    whether they send this a block ahead."""
 
     queries: str
     keys: str
     halves: bool
+    ahead: bool
 
 
-WHOLE, HALVES = Fetch("TmaFetch", "KvFetch", False), Fetch("HalfFetch", "HalfFetch", True)
+WHOLE = Fetch("TmaFetch", "KvFetch", halves=False, ahead=False)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ class DkvView(KeyTilesView):
 
 
 def fetch_of(plan: BackwardPlan) -> Fetch:
-    return HALVES if plan.pairs else WHOLE
+    if not plan.pairs:
+        return WHOLE
+    return Fetch("HalfFetch", "HalfFetch", halves=True, ahead=plan.sends_ahead)
 
 
 def dq_view(

@@ -10,7 +10,12 @@ from ....spec.problem import Problem
 from ..shared import boxes_of
 
 BOX_COLUMNS = 64  # of 16 bits in 128 bytes
-SUM_STAGES = 2  # buffers of the other CTA's sums: one is sent while the one before is read
+# Queries a block and its buffers, of the dK and dV kernel; where sums are sent a block ahead, three
+# blocks at least are in use.
+AHEAD_BLOCKS = ((48, 4), (48, 3), (32, 4), (32, 3))
+# Measured with half of 512 columns each: 32 in three stages 1.08 to 1.16 times 48 in two.
+BLOCKS = ((64, 3), (48, 3), (64, 2), (32, 3), (48, 2), (32, 2))
+AHEAD_OPERANDS = 208  # values of dQ, two blocks' S and dP, and packed dS that a thread may have
 
 
 def is_wide(problem: Problem) -> bool:
@@ -26,3 +31,11 @@ def cta_columns(problem: Problem) -> tuple[int, int]:
         return dims
     d, d_v = (BOX_COLUMNS * -(-boxes_of(dim) // 2) for dim in dims)
     return d, d_v
+
+
+def sends_ahead(problem: Problem) -> bool:
+    """Whether registers hold the sums of two blocks, so that what CTAs send each other is on its
+    way beside all products of a block."""
+    crowded = problem.gather or problem.bias or problem.attn_mask
+    crowded = crowded or problem.dropout and problem.varlen
+    return is_wide(problem) and not crowded
