@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from operator import eq
 
-from ..spec.head_dims import MAX_TRAINED_HEAD_DIM
+from ..spec.attention_spec import MAX_TRAINED_HEAD_DIM
 from .bias import sizes_of
 from .bias_gradient import column_violations
 from .fragments import SLOTS

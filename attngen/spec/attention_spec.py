@@ -40,6 +40,7 @@ DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
 MAX_HEAD_DIM = 256  # of kernels that do not split keys, but for those of 16 bits (head_dims.py)
+MAX_TRAINED_HEAD_DIM = 512  # of gradients in 16 bits
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 SHORT_HEAD_DIM = 128  # up to which a forward has tiles of 64 queries, two at once on an SM
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from . import layouts
-from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .attention_spec import (
+    DTYPES_8BIT,
+    DTYPES_16BIT,
+    MAX_HEAD_DIM,
+    MAX_TRAINED_HEAD_DIM,
+    AttentionSpec,
+)
 from .violations import Violation
 
 Limits = dict[str, tuple[int, str]]  # by field: the largest, and why
@@ -19,7 +25,6 @@ WIDE_HEAD_DIMS: Limits = {
     "head_dim_v": SPLIT_HEAD_DIMS["head_dim_v"],
 }
 # Of a backward in 16 bits.
-MAX_TRAINED_HEAD_DIM = 512
 TRAINED_HEAD_DIMS = dict.fromkeys(
     ("head_dim", "head_dim_v"),
     (

@@ -13,9 +13,16 @@ from ..fragments.program_text import facts_of, programs_in
 from ..io.values import to_data
 from ..targets.target import names
 from . import layouts, resolve
-from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, Placed
+from .attention_spec import (
+    DTYPES_8BIT,
+    DTYPES_16BIT,
+    MAX_HEAD_DIM,
+    MAX_TRAINED_HEAD_DIM,
+    AttentionSpec,
+    Placed,
+)
 from .fragment_checks import mask_names, score_names
-from .head_dims import MAX_TRAINED_HEAD_DIM, SPLIT_HEAD_DIMS, WIDE_HEAD_DIMS
+from .head_dims import SPLIT_HEAD_DIMS, WIDE_HEAD_DIMS
 from .problem import Problem
 from .tables import Place
 from .violations import Violation

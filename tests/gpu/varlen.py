@@ -17,7 +17,7 @@ from attngen import AttentionSpec
 from attngen.fragments import features
 from attngen.kernels.plan import plan
 from attngen.spec import layouts, resolve
-from attngen.spec.head_dims import MAX_TRAINED_HEAD_DIM
+from attngen.spec.attention_spec import MAX_TRAINED_HEAD_DIM
 
 from . import oracle, oracle_fp8, variants
 from .cases import DTYPES

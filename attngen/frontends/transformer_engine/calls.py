@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...errors import SpecError
-from ...spec.head_dims import MAX_TRAINED_HEAD_DIM
+from ...spec.attention_spec import MAX_TRAINED_HEAD_DIM
 from ...spec.layouts import parse, shape_of, size
 from .masks import Masks
 from .variants import batch_of

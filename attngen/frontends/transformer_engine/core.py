@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from ... import attention
 from ...errors import SpecError
-from ...spec.head_dims import MAX_TRAINED_HEAD_DIM
+from ...spec.attention_spec import MAX_TRAINED_HEAD_DIM
 from ...spec.layouts import parse
 from .masks import seqused_of
 from .variants import BIAS_TYPES, Read, as_sink, length_reads, said, variant_of

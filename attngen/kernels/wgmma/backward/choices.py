@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....spec.head_dims import MAX_TRAINED_HEAD_DIM
+from ....spec.attention_spec import MAX_TRAINED_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
