@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 from tests.support.sampling import COLLECTED, function_of, most_quickly, quickly
 
 # Several processes that train, each with torch and a group: nothing of it is quick.
-ALL_SLOW = {"tests/unit/frontends/fp8/test_ranks.py"}
+ALL_SLOW = {"tests/unit/frontends/fp8/test_ranks.py", "tests/unit/tools/test_context_pool.py"}
 
 
 def files_of(items: Iterable[pytest.Item]) -> set[str]:
