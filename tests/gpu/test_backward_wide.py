@@ -22,6 +22,8 @@ CALLS = [
     Call("bshd", (290, 290), d=512, heads=(6, 2), mask="causal"),
     Call("bshd", (1,), (300,), d=128, d_v=448),
     Call("bshd", (300,), (65,), d=64, d_v=264, heads=(4, 4)),
+    Call("bshd", (70,), (90,), d=7, d_v=320),
+    Call("thd", (0, 1, 0, 64), (5, 0, 0, 65), d=512, heads=(2, 1), mask="causal"),
     Call("thd", (70, 0, 130), (7, 30, 200), gaps=True, d=512, mask="causal_bottom_right",
          more=Features("h", softmax="learnable")),
     Call("bshd", (130, 40), (77, 130), room=(130, 140), d=320, heads=(4, 2), mask="padding_causal",

@@ -22,6 +22,8 @@ CASES = [
     ((64, 40), {"mask": "causal", "dropout_p": 0.2}),
     ((192, 128), {"mask": "causal"}),
     ((100, 52), {}),  # which threads copy
+    ((264, 72), {"mask": "causal", "dropout_p": 0.2}),  # whose columns two CTAs share
+    ((300, 77), {}),
     ((128, 128), {"layout": "thd", "mask": "causal"}),
 ]
 KERNELS = [

@@ -77,7 +77,7 @@ def test_kernels_serve_what_is_refused_elsewhere(changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head_dim_qk": 264, "head_dim_v": 264},
+        {"head_dim_qk": 520, "head_dim_v": 520},
         {"q_dtype": E4M3, "kv_dtype": E4M3, "head_dim_qk": 256, "bias_type": "post_scale_bias"},
         {"q_dtype": torch.float32, "kv_dtype": torch.float32},
         {"qkv_layout": "paged_kv_bshd_bshd_bshd", "mask_type": "padding"},
@@ -91,10 +91,11 @@ def test_kernels_do_not_serve(changes: dict[str, Any]) -> None:
 
 
 def test_inference_has_wider_heads_and_pages() -> None:
-    wide = {"head_dim_qk": 512, "head_dim_v": 512, "is_training": False}
+    wide = {"head_dim_qk": 576, "head_dim_v": 512, "is_training": False}
     assert ask(**wide, max_seqlen_q=1) == F16
     assert ask(**wide) == F16
     assert ask(**{**wide, "is_training": True}) == NONE
+    assert ask(**{**wide, "head_dim_qk": 512, "is_training": True}) == F16
     pages = {"qkv_layout": "paged_kv_thd_bshd_bshd", "mask_type": "padding", "is_training": False}
     assert ask(**pages) == F16
 
