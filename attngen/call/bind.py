@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .positions import PLACES_SLOT
 from .table import CARRIERS, ROWS, names
 
 Key = tuple[Any, ...]
@@ -89,11 +90,13 @@ def homes_of(
     them; one table of pages is that of K and of V. slots: those of arguments that fragments add."""
     carriers = zip(CARRIERS, (q, k, v), strict=True)
     present = [name for name, x in carriers if x is not None]
+    slots = {"places": PLACES_SLOT, **slots}
     homes = {name: place for place, name in enumerate(present)}
     end = len(homes)
     for name, value in given.items():
         row = ROWS.get(name)
-        kind, operands = (row.kind, row.operands) if row else ("tensor", (slots.get(name, ""),))
+        own = (slots.get(name, ""),)
+        kind, operands = (row.kind, row.operands or own) if row else ("tensor", own)
         if kind == "tables" and isinstance(value, (tuple, list)):
             homes |= {each: end + n for n, each in enumerate(operands[: len(value)])}
             end += len(value)

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from ..fragments.header import CAPTURED
 from .fragments import SLOTS, FragmentOperand, as_number, operands_of
 from .numbers import Arguments
+from .position_checks import places_violations
+from .positions import PLACES_SLOT
 from .tensors import Described, dtype_name
 
+PLACED = "places"  # the parameter of positions of each sequence
 Optional = Mapping[str, "Described | None"]
 
 
@@ -41,13 +44,22 @@ def _strides_of(each: FragmentOperand, tensor: Described | None) -> Iterator[tup
 def sources_of(optional: Optional, arguments: Arguments) -> tuple[tuple[str, str, int], ...]:
     """Parameters that hold addresses of tensors, with the operations' names of these."""
     found = operands_of(arguments.mask, arguments.score_mod)
-    return tuple((x.parameter, x.slot, 0) for x in found if optional.get(x.slot) is not None)
+    sources = [(x.parameter, x.slot, 0) for x in found if optional.get(x.slot) is not None]
+    if places_of(optional, arguments) is not None:
+        sources.append((PLACED, PLACES_SLOT, 0))
+    return tuple(sources)
+
+
+def places_of(optional: Optional, arguments: Arguments) -> Described | None:
+    """The positions of each sequence of a call, None where it gives none of each."""
+    return optional.get(PLACES_SLOT) if arguments.positions else None
 
 
 def absent_from(optional: Optional, arguments: Arguments) -> tuple[str, ...]:
     """Parameters that hold no address, since a number stands for the tensor."""
     found = operands_of(arguments.mask, arguments.score_mod)
-    return tuple(x.parameter for x in found if x.slot and optional.get(x.slot) is None)
+    absent = [x.parameter for x in found if x.slot and optional.get(x.slot) is None]
+    return (*absent, *((PLACED,) if places_of(optional, arguments) is None else ()))
 
 
 def violations(
@@ -83,6 +95,9 @@ def violations(
             got = f"{dtype_name(tensor)} {list(tensor.shape)}"
             needs = " or ".join(str(list(shape)) for shape in shapes)
             yield f"{each.slot} is {each.name}, {dtype} {needs}; got {got}"
-    for slot in set(SLOTS) - {each.slot for each in wanted}:
+    places = places_of(optional, arguments)
+    yield from places_violations(places, sequences)
+    known = {each.slot for each in wanted} | ({PLACES_SLOT} if places is not None else set())
+    for slot in set(SLOTS) - known:
         if optional.get(slot) is not None:
             yield f"{slot} is an operand of no fragment that this call names"

@@ -12,7 +12,7 @@ from .fragments import LEARNED_SLOT, SLOTS, numbers_of, slot_tensors
 from .fragments import operands_of as fragment_operands
 from .memory import CONTIGUOUS, memory_of
 from .numbers import Arguments
-from .positions import Positions
+from .positions import PLACES_SLOT, Positions
 from .table import INPUTS, AttentionCall
 from .tensors import dtype_name, is_fp8, name_of
 
@@ -26,6 +26,8 @@ def operands_of(call: AttentionCall, tensor_type: type) -> tuple[Any, ...]:
     if call.fragment_arguments:
         added, own = dict(call.fragment_arguments), fragment_operands(call.mask, call.score_mod)
         named |= slot_tensors(own, added, tensor_type)
+    if call.places is not None:
+        named[PLACES_SLOT] = call.places
     found = [named[name] if name in named else getattr(call, name) for name in INPUTS]
     return tuple([x if isinstance(x, tensor_type) else None for x in found])
 
@@ -53,9 +55,15 @@ def arguments_of(call: AttentionCall, deterministic: bool, tensor_type: type) ->
         bias_type="post_scale" if call.bias is None else call.bias_type,
         score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
         numbers=numbers_of(own, dict(call.fragment_arguments), tensor_type) if own else "",
-        positions="" if call.positions is None else Positions.of(call.positions).words,
+        positions=_positions_of(call),
         memory="" if call.out_layout == CONTIGUOUS else memory_of(call),
     )
+
+
+def _positions_of(call: AttentionCall) -> str:
+    if call.positions is None and call.places is None:
+        return ""
+    return Positions.of((0, 0) if call.positions is None else call.positions).words
 
 
 def _output_dtype(call: AttentionCall) -> str:

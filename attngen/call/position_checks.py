@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..spec.masks import masks_of
-from .positions import fault_of
+from .positions import PLACES, fault_of
 from .table import FUNCTIONS, AttentionCall
+from .tensors import Described, dtype_name, named
+
+
+def places_violations(places: Described | None, sequences: int) -> Iterator[str]:
+    """Whether places are numbers of each of so many sequences."""
+    if places is None:
+        return
+    wanted = "int32", (sequences, PLACES), (PLACES, 1)
+    if (dtype_name(places), tuple(places.shape), tuple(places.stride())) != wanted:
+        yield (
+            f"places needs contiguous int32 [b={sequences}, {PLACES}]; got {named(places)}. Pass "
+            "first query, first key, diagonal and sequence of each sequence, or positions."
+        )
 
 
 def position_violations(call: AttentionCall, paged: bool) -> Iterator[str]:
     """Whether positions are some, and nothing is beside them that does not follow them. paged:
     whether keys lie in pages."""
-    if call.positions is None:
+    if call.positions is None and call.places is None:
         return
-    if (fault := fault_of(call.positions)) is not None:
+    if call.positions is not None and (fault := fault_of(call.positions)) is not None:
         yield fault
     beside = {
         "bottom_right": bool(call.bottom_right) or masks_of(call.mask).bottom_right,

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .fragments import SLOTS
+
 # Positions, heads and sequences are below it, diagonals between both: masks add a window to them,
 # which may be 2^30, in 32 bits.
 LIMIT = 1 << 29
+
+
+PLACES = 4  # numbers of a sequence: its query, key, diagonal and sequence
+# Where operations take them: no fragment is beside positions that has operands.
+PLACES_SLOT, *_ = SLOTS
 
 
 class Positions(NamedTuple):
@@ -25,7 +32,7 @@ class Positions(NamedTuple):
     sequence: int = 0
 
     @classmethod
-    def of(cls, given: Sequence[int]) -> Positions:
+    def of(cls, given: Sequence[Any]) -> Positions:
         """The positions that a call gives: two numbers to five, of which the third is the first
         less the second where it is missing."""
         query, key, *rest = given

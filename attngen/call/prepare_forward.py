@@ -98,12 +98,12 @@ def prepare_forward(
     tensors = {"q": q, "k": k, "v": v, "o": out if written is None else written}
     extents = extents_of(tensors, arguments.layout)
     reasons = violations(tensors, extents, optional, arguments, gather)
-    reasons += [] if joins is None else joins.violations(q, out, lse)
+    reasons += [] if joins is None else joins.violations(q, out, lse, sequences)
     reasons += [] if into is None else _misfits(into, out)
     if reasons:
         raise SpecError(reasons)
     given = zip(INPUTS, operands, strict=True)
-    there = zip(ongoing.NAMES, joins.tensors if joins else (into, None, None), strict=True)
+    there = zip(ongoing.NAMES, joins.tensors if joins else (into, None, None, None), strict=True)
     prepared = PreparedCall(
         operands=tuple(
             (place, name) for place, (name, x) in enumerate((*given, *there)) if x is not None

@@ -21,7 +21,7 @@ _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace f
 _DECIDING = (
     *("layout", "mask", "window", "bias", "bias_type", "softcap", "score_mod", "mask_mod"),
     *("block_mask", "softmax", "dropout_p", "out_dtype", "return_max_logit", "num_splits"),
-    *("attn_mask", "alibi_slopes", "positions"),
+    *("attn_mask", "alibi_slopes", "positions", "places"),
     *LENGTHS,
 )
 # Others, each with the switch of a spec that it turns by being there.

@@ -85,11 +85,12 @@ class AttentionCall:
         "Whether the last query sees as far as the last key; None asks the mask.",
         numbers=("bottom_right",),
     )
-    positions: Sequence[int] | None = other(
+    positions: Sequence[int | Tensor] | None = other(
         "positions",
         "Of parts of sequences: (query, key), where the first ones stand in the whole, as masks, "
         "ALiBi and dropout follow; then, if it is not query − key, the key on the first query's "
-        "diagonal, counted from the first key; then dropout's first head and first sequence.",
+        "diagonal, counted from the first key; then dropout's first head and first sequence. All "
+        "but the head may be int32 [b].",
         numbers=("positions",),
         feature="positions",
     )
@@ -261,7 +262,10 @@ class AttentionCall:
         "auto",
         front_end=True,
     )
-
+    places: Tensor | None = other(
+        "tensor",
+        "int32 [b, 4], instead of positions: those of each sequence, but for the head.",
+    )
     fragment_arguments: tuple[tuple[str, Any], ...] = other(
         "fragments",
         "What the fragments take that the call names, each under its own name; `attngen list` has "

@@ -73,8 +73,27 @@ def operands_of(uses: dict[str, list[FragmentUse]]) -> list[tuple[str, str]]:
 
 
 def diagonal_names(problem: Problem) -> Names:
-    """The parameter that says where the diagonal lies."""
-    return typed("i32", "diagonal" if problem.positions else "bottom_right")
+    """The parameters that say where the diagonal lies: of positions that of all sequences, unless
+    there are places of each."""
+    if problem.positions:
+        return [("places", "ptr"), ("diagonal", "i32")]
+    return typed("i32", "bottom_right")
+
+
+def joined_names(problem: Problem) -> Names:
+    """The parameters that say where an output that joins is rounded, and what of it each sequence
+    of several wants."""
+    if not problem.continues:
+        return []
+    return typed("ptr", "rounded", *(("marks",) if problem.varlen else ()))
+
+
+def joining_names(problem: Problem) -> Names:
+    """The parameters that say how an output joins: whether it goes on, whether its sums are kept,
+    and, of sequences of one length, rows of the LSE from one head to the next."""
+    if not problem.continues:
+        return []
+    return typed("i32", "goes_on", "keeps_sums", *(() if problem.varlen else ("lse_room",)))
 
 
 def drop_names(problem: Problem, *own: tuple[str, str]) -> Names:

@@ -51,6 +51,22 @@ class KernelView:
         return any(each.name == "diagonal" for each in self.members)
 
     @property
+    def drops_places(self) -> bool:
+        """Whether parameters say where what is dropped stands."""
+        return any(each.name == "first_query" for each in self.members)
+
+    @property
+    def drop_key(self) -> str:
+        """The struct of what the calls of one head of one sequence have in common."""
+        return "PlacedDropoutKey" if self.is_placed else "DropoutKey"
+
+    def drop_key_of(self, batch: str, head: str) -> str:
+        """The key of a head of a sequence. batch, head: C++."""
+        if self.is_placed:
+            return f"drop_key_at(p, {batch}, {head})"
+        return f"dropout_key(static_cast<const long long*>(p.rng_state), {batch}, {head})"
+
+    @property
     def drop_row(self) -> str:
         """The struct that finds the calls of a row of scores, for what it drops."""
         return "PlacedDropRow" if self.is_placed else "DropRow"
@@ -60,15 +76,12 @@ class KernelView:
         """The struct that finds the calls of a fragment of scores, for what it drops."""
         return "PlacedDropCalls" if self.is_placed else "DropCalls"
 
-    def diagonal_of(self, q_len: str) -> str:
-        """The key on the first query's diagonal, of the `kv_len` of a sequence. q_len: C++, its
-        queries."""
-        return "p.diagonal" if self.is_placed else f"p.bottom_right ? kv_len - {q_len} : 0"
-
-    def beside_first(self, what: str) -> str:
-        """The term that makes a place in the whole of one in a call, empty where a call is whole.
-        what: `query`, `key`, `head` or `sequence`."""
-        return f" + p.first_{what}" if self.is_placed else ""
+    def diagonal_of(self, q_len: str, batch: str) -> str:
+        """The key on the first query's diagonal, of the `kv_len` of a sequence. q_len, batch: C++,
+        its queries and which it is."""
+        if self.is_placed:
+            return f"placed_number(p, {batch}, kPlacedDiagonal, p.diagonal)"
+        return f"p.bottom_right ? kv_len - {q_len} : 0"
 
     def draw(self, into: str) -> str:
         """The start of the call that draws what is dropped. into: C++, what holds it."""

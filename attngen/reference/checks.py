@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call.fp8_checks import dtype_violations
 from ..call.made_mask import is_made
-from ..call.position_checks import position_violations
+from ..call.position_checks import places_violations, position_violations
 from ..call.table import ROWS, AttentionCall, named
 from ..call.tensors import dtype_name
 from ..errors import SpecError
@@ -64,6 +64,7 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
         *fragment_violations(call, operands),
         *_mask_violations(call, operands),
         *position_violations(call, operands.layout.paged),
+        *places_violations(call.places, operands.batch),
         *_softmax_violations(call, operands),
         *_bias_violations(call, operands),
         *_alibi_violations(call),

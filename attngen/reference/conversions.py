@@ -11,10 +11,13 @@ from ..call.table import ROW_OF_OPERAND, ROWS, AttentionCall, named
 from ..spec import plain
 from .fp8_checks import FLOATS
 from .masks import visible
+from .placed import with_places
 
 
 def converted(call: AttentionCall) -> AttentionCall:
-    """The call with plain numbers and a mask for a CausalBias; itself where it has these."""
+    """The call with plain numbers, places for positions in tensors, and a mask for a CausalBias;
+    itself where it has these."""
+    call = with_places(call)
     changed = plain.differing(named(call))
     if changed:
         call = AttentionCall(**{**named(call), **changed})

@@ -177,7 +177,7 @@ def fragment_scores(
     """Scores [h_q, s_q, s_kv] of sequence b as fragments make them, one behind the other. given:
     their operands by their names."""
     _, s_q, s_kv = s.shape
-    delta = diagonal_of(call, s_q, s_kv)
+    delta = diagonal_of(call, b, s_q, s_kv)
     known = positions(s_q, s_kv, delta, s.device)
     for each in fragments:
         operands = {
@@ -196,7 +196,7 @@ def alibi(call: AttentionCall, b: int, s: Tensor) -> Tensor:
         slopes = default_alibi_slopes(heads, s.device)
     if slopes.ndim == 2:
         slopes = slopes[b]
-    delta = diagonal_of(call, s_q, s_kv)
+    delta = diagonal_of(call, b, s_q, s_kv)
     i = torch.arange(s_q, device=s.device)[:, None]
     j = torch.arange(s_kv, device=s.device)[None, :]
     distance = (i + delta - j).abs().to(s.dtype)

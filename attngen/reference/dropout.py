@@ -34,6 +34,7 @@ from torch import Tensor
 from ..call.dropout import drop_threshold
 from ..call.positions import Positions
 from ..call.table import AttentionCall
+from .masks import positions_of
 
 MASK32 = 0xFFFFFFFF
 WHOLE = Positions(0, 0, 0)
@@ -91,7 +92,7 @@ def sequence_bytes(
 def bytes_of(call: AttentionCall, rng_state: Tensor, b: int, shape: Sequence[int]) -> Tensor:
     """The random bytes of a call's scores of sequence b, of this shape [h_q, s_q, s_kv]."""
     heads, s_q, s_kv = shape
-    first = WHOLE if call.positions is None else Positions.of(call.positions)
+    first = positions_of(call, b) or WHOLE
     return sequence_bytes(rng_state, b, heads, s_q, s_kv, first)
 
 

@@ -28,10 +28,20 @@ def diagonal_offset(mask: str, bottom_right: bool | None, s_q: int, s_kv: int) -
     return s_kv - s_q if bottom_right else 0
 
 
-def diagonal_of(call: AttentionCall, s_q: int, s_kv: int) -> int:
-    """Δ of a call: as its positions say, or its alignment."""
-    if call.positions is not None:
-        return Positions.of(call.positions).diagonal
+def positions_of(call: AttentionCall, b: int) -> Positions | None:
+    """The positions of sequence b of a call, whose number among dropout's is that of a first one
+    plus b; None where it gives none."""
+    given = None if call.positions is None else Positions.of(call.positions)
+    if call.places is None:
+        return given
+    query, key, diagonal, sequence = call.places[b].tolist()
+    return Positions(query, key, diagonal, 0 if given is None else given.head, sequence - b)
+
+
+def diagonal_of(call: AttentionCall, b: int, s_q: int, s_kv: int) -> int:
+    """Δ of sequence b of a call: as its positions say, or its alignment."""
+    if (stands := positions_of(call, b)) is not None:
+        return stands.diagonal
     return diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
 
 
@@ -68,12 +78,12 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
         s_kv,
         mask=call.mask,
         window=call.window,
-        delta=diagonal_of(call, s_q, s_kv),
+        delta=diagonal_of(call, b, s_q, s_kv),
         device=device,
     )
     named = [each for each in fragments_of(call.mask, None) if each.name != "causal"]
     if named:
-        delta = diagonal_of(call, s_q, s_kv)
+        delta = diagonal_of(call, b, s_q, s_kv)
         known, given = positions(s_q, s_kv, delta, device), dict(call.fragment_arguments)
         for each in named:
             seen = seen & seen_by(each, operands_of_sequence(given, each, b), known)

@@ -185,7 +185,7 @@ class AttentionSpec:
             softmax=arguments.get("softmax", "vanilla"),
             seqused=any([arguments.get(name) is not None for name in lengths]),
             dropout=arguments.get("dropout_p", 0.0) > 0,
-            positions=arguments.get("positions") is not None,
+            positions=any([arguments.get(name) is not None for name in ("positions", "places")]),
             scaling=scaling_of(arguments),
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),

@@ -18,7 +18,7 @@ ARGUMENTS = (
     *("seqstart_kv", "page_table", "num_splits"),
     *("schedule", "score_mod", "mask_mod", "block_mask", "descale_q", "descale_k", "descale_v"),
     *("scale_s", "descale_s", "scale_o", "out_dtype", "out", "out_layout", "deterministic"),
-    *("return_lse", "return_max_logit", "return_amax", "return_rng_state", "backend"),
+    *("return_lse", "return_max_logit", "return_amax", "return_rng_state", "backend", "places"),
 )
 
 

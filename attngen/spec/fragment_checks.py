@@ -163,8 +163,8 @@ def check_continues(spec: AttentionSpec) -> list[Violation]:
     beside = {
         "an output in other dtypes than float32": spec.out_dtype != "fp32",
         "operands of 8 bits": spec.dtype in DTYPES_8BIT or spec.widens,
-        "lengths of sequences": spec.seqused or masks_of(spec.mask).padding
-        or "thd" in layout.formats,
+        "lengths of dense sequences": spec.seqused
+        or (masks_of(spec.mask).padding and "thd" not in layout.formats),
         "pages": layout.paged,
         "split keys": spec.decode,
         "sinks": spec.softmax != "vanilla",

@@ -261,7 +261,7 @@ def run_parts(case: PartsCase, device: torch.device) -> None:
     out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((batch, heads, rows)).float()
     rounded, wide = torch.empty_like(q), {"out_dtype": "float32"}
     for keys in case.parts:
-        state = out, lse, rounded, keys.start > 0, True
+        state = out, lse, rounded, None, keys.start > 0, True
         torch.ops.attngen.forward_onto(q, k[:, keys], v[:, keys], *state, **wide)
     oracle.check(rounded.cpu(), lse.cpu(), oracle.truth(*operands))
     sums, made = RowSums(q, rounded, lse, d_o.to(device), None), []

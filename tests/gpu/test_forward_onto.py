@@ -25,12 +25,27 @@ CASES = [
     ((264, 72), (150, 200), (0, 70, 200), {"softcap": 3.0}),  # whose columns warpgroups share
     ((300, 77), (90, 80), (0, 30, 80), {}),
 ]
+# Head dims of packed parts, and what they say.
+PACKED = [((64, 64), {}), ((128, 128), {"softcap": 3.0}), ((100, 52), {}), ((192, 128), {})]
 KERNELS = [
     AttentionSpec(
         head_dim=d, head_dim_v=d_v, softcap="softcap" in given, out_dtype="fp32", continues=True
     )
     for (d, d_v), _, _, given in CASES
 ] + [AttentionSpec(head_dim=64, mask="causal", out_dtype="fp32", continues=True)]
+KERNELS += [
+    AttentionSpec(
+        head_dim=d,
+        head_dim_v=d_v,
+        softcap="softcap" in given,
+        layout="thd",
+        mask="causal",
+        out_dtype="fp32",
+        positions=True,
+        continues=True,
+    )
+    for (d, d_v), given in PACKED
+]
 JOIN = torch.ops.attngen.forward_onto
 
 
@@ -56,7 +71,7 @@ def test_parts_one_after_another_are_one_call(dims, lengths, cuts, given):
     out, lse, rounded = whole_out[:, 20:], whole_lse[:, :, 20:], whole_rounded[:, 20:]
     for begin, end in pairwise(cuts):
         narrow = rounded if end == k.shape[1] else None
-        state = out, lse, narrow, begin > 0, True
+        state = out, lse, narrow, None, begin > 0, True
         JOIN(q, k[:, begin:end], v[:, begin:end], *state, **given, out_dtype="float32")
     oracle.check(out, lse, oracle.truth(q, k, v, **given))
     assert torch.equal(rounded, out.to(rounded.dtype))
@@ -69,9 +84,11 @@ def test_rows_that_see_no_key_yet_are_joined_later():
     q, k, v = operands((64, 64), (130, 130))
     out, lse, rounded = empty_state(q, 64, 130)
     given: dict[str, Any] = {"mask": "causal", "out_dtype": "float32"}
-    JOIN(q, k[:, 60:], v[:, 60:], out, lse, None, False, True, positions="0 60 -60 0 0", **given)
+    state = out, lse, None, None, False, True
+    JOIN(q, k[:, 60:], v[:, 60:], *state, positions="0 60 -60 0 0", **given)
     assert (lse[:, :, :60] == -torch.inf).all() and not out[:, :60].any()
-    JOIN(q, k[:, :60], v[:, :60], out, lse, rounded, True, True, positions="0 0 0 0 0", **given)
+    state = out, lse, rounded, None, True, True
+    JOIN(q, k[:, :60], v[:, :60], *state, positions="0 0 0 0 0", **given)
     oracle.check(out, lse, oracle.truth(q, k, v, mask="causal"))
 
 
@@ -80,14 +97,14 @@ def test_sums_that_nobody_wants_are_not_written(dims):
     """A part that goes on, and one of all keys, whose sums may be anything."""
     q, k, v = operands(dims, (150, 200))
     out, lse, rounded = empty_state(q, v.shape[-1], 150)
-    JOIN(q, k[:, :90], v[:, :90], out, lse, None, False, True, out_dtype="float32")
+    JOIN(q, k[:, :90], v[:, :90], out, lse, None, None, False, True, out_dtype="float32")
     before = out.clone()
-    JOIN(q, k[:, 90:], v[:, 90:], out, lse, rounded, True, False, out_dtype="float32")
+    JOIN(q, k[:, 90:], v[:, 90:], out, lse, rounded, None, True, False, out_dtype="float32")
     assert torch.equal(out, before)
     truth = oracle.truth(q, k, v)
     oracle.check(rounded, lse, truth)
     alone = empty_state(q, v.shape[-1], 150)
-    JOIN(q, k, v, *alone, False, False, out_dtype="float32")
+    JOIN(q, k, v, *alone, None, False, False, out_dtype="float32")
     assert alone[0].isnan().all()
     oracle.check(alone[2], alone[1], truth)
 
@@ -95,7 +112,7 @@ def test_sums_that_nobody_wants_are_not_written(dims):
 def test_no_keys_leave_the_output_as_it_is():
     q, k, v = operands((64, 64), (30, 30))
     out, lse, rounded = empty_state(q, 64, 30)
-    JOIN(q, k[:, :0], v[:, :0], out, lse, rounded, False, True, out_dtype="float32")
+    JOIN(q, k[:, :0], v[:, :0], out, lse, rounded, None, False, True, out_dtype="float32")
     assert (lse == -torch.inf).all() and not out.any() and not rounded.any()
 
 
@@ -112,14 +129,14 @@ def test_what_cannot_be_joined_is_refused(change, reason):
     q, k, v = operands((64, 64), (30, 30))
     out, lse, _ = empty_state(q, 64, 30)
     with pytest.raises(SpecError, match=reason):
-        JOIN(q, k, v, out, lse, None, False, True, **change)
+        JOIN(q, k, v, out, lse, None, None, False, True, **change)
 
 
 def test_states_of_other_shapes_are_refused():
     q, k, v = operands((64, 64), (30, 30))
     out, lse, rounded = empty_state(q, 64, 30)
     with pytest.raises(SpecError, match="needs rounded"):
-        JOIN(q, k, v, out, lse, None, True, False, out_dtype="float32")
+        JOIN(q, k, v, out, lse, None, None, True, False, out_dtype="float32")
     for o, rows, narrow, reason in (
         (out[:, 1:], lse, None, "o needs"),
         (out, lse[..., :-1], None, "lse needs"),
@@ -128,4 +145,42 @@ def test_states_of_other_shapes_are_refused():
         (out, lse, rounded.mT.contiguous().mT, "rounded: strides"),
     ):
         with pytest.raises(SpecError, match=reason):
-            JOIN(q, k, v, o, rows, narrow, True, True, out_dtype="float32")
+            JOIN(q, k, v, o, rows, narrow, None, True, True, out_dtype="float32")
+
+
+def starts(*numbers: int) -> Tensor:
+    """Integers of packed sequences, on the device."""
+    return torch.tensor(numbers, dtype=torch.int32, device=oracle.DEVICE)
+
+
+@pytest.mark.parametrize(("dims", "given"), PACKED, ids=str)
+def test_packed_sequences_join_each_on_its_own_diagonal(dims, given):
+    """Parts of three sequences with gaps, of which the first has all its keys in the first launch,
+    in which the last has no key; marks say what is written of each, and other rows stay."""
+    q, k, v = (x[0] for x in operands(dims, (200, 260)))
+    out, lse, rounded = (x[0] for x in empty_state(q[None], v.shape[-1], 200))
+    given = {"mask": "causal", "layout": "thd", "out_dtype": "float32", **given}
+    lse.fill_(-torch.inf)  # of rows that have seen no key: their outputs may be anything
+    of_q = {"cu_seqlens_q": starts(0, 60, 130, 170), "cu_seqlens_q_padded": starts(5, 70, 150, 200)}
+
+    def part(begins: list[int], sizes: list[int], diagonals: list[int], marks: list[int]) -> None:
+        ends = [0, *(sum(sizes[: n + 1]) for n in range(3))]
+        keys = {"cu_seqlens_kv": starts(*ends), "cu_seqlens_kv_padded": starts(*begins, 260)}
+        places = starts(*(n for x in diagonals for n in (0, 0, x, 0))).view(3, 4)
+        placed = {"positions": "0 0 0 0 0", "fragment_0": places}
+        state = out, lse, rounded, starts(*marks), True, True
+        JOIN(q, k, v, *state, **given, **of_q, **keys, **placed)
+
+    part([0, 80, 180], [70, 30, 0], [9, 20, 0], [2, 1, 3])
+    assert out[5:65].isnan().all() and rounded[70:140].isnan().all()
+    part([80, 110, 180], [0, 50, 70], [0, -10, 30], [0, 3, 2])
+    assert out[5:65].isnan().all() and not out[70:140].isnan().any()
+    keys = [(0, 70, 9), (80, 160, 20), (180, 250, 30)]
+    for first, rows, (begin, end, diagonal) in zip((5, 70, 150), (60, 70, 40), keys, strict=True):
+        own = [x[None] for x in (q[first : first + rows], k[begin:end], v[begin:end])]
+        more = {name: x for name, x in given.items() if name in ("mask", "softcap")}
+        truth = oracle.truth(*own, **more, positions=(0, 0, diagonal))
+        found = rounded[None, first : first + rows], lse[None, :, first : first + rows]
+        oracle.check(*found, truth)
+    assert rounded[:5].isnan().all() and rounded[140:150].isnan().all()
+    assert (lse[:, 190:] == -torch.inf).all() and out[190:].isnan().all()

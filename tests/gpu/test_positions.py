@@ -120,3 +120,44 @@ def test_gradient_of_a_bias_drops_what_the_whole_does():
 
     found, wanted = gradient("cuda", q, k, v), gradient("reference", q, k, v)
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+# Head dim, heads, and what calls of packed or of dense sequences say beside positions of each.
+OF_EACH = [
+    (64, (4, 2), {"mask": "causal", "dropout_p": 0.2}),
+    (128, (2, 1), {"window": (20, 5), "alibi_slopes": True}),
+    (128, (2, 2), {"mask": "causal", "dropout_p": 0.1, "deterministic": True}),
+    (192, (1, 1), {"mask": "causal", "dropout_p": 0.2}),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("dim", "heads", "more"), OF_EACH, ids=str)
+def test_each_sequence_has_positions_of_its_own(dim, heads, more, packed):
+    """Three sequences, one of which sees nothing, with their gradients."""
+    rows, keys = 60, 72
+    q, k, v = oracle.operands(3, *heads, rows, keys, dim, dim, torch.bfloat16)
+    d_o = oracle.randn(*q.shape, dtype=q.dtype, seed=100)
+
+    def of_each(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=oracle.DEVICE)
+
+    arguments = {"positions": (of_each(32, 7, 0), of_each(0, 3, 900), of_each(20, 4, -900)), **more}
+    arguments["positions"] += (1, of_each(5, 5, 2))
+    if "dropout_p" in more:
+        arguments["rng_state"] = torch.tensor(STATE, device=oracle.DEVICE)
+    tensors = [q, k, v, d_o]
+    if packed:
+        tensors = [x.flatten(0, 1) for x in tensors]
+        arguments |= {"layout": "thd", "cu_seqlens_q": of_each(0, 60, 100, 150)}
+        arguments |= {"cu_seqlens_q_padded": of_each(0, 60, 110, 180)}
+        arguments |= {"cu_seqlens_kv": of_each(0, 70, 142, 160)}
+        arguments |= {"cu_seqlens_kv_padded": of_each(2, 72, 144, 216)}
+    *tensors, d_o = tensors
+    tensors = [x.requires_grad_() for x in tensors]
+    out, aux = attngen.attention(*tensors, **arguments, backend="cuda", return_lse=True)
+    found = torch.autograd.grad([out], tensors, [d_o])
+    arguments.pop("deterministic", None)
+    plain = [x.detach() for x in tensors]
+    oracle.check(out, aux.lse, oracle.truth(*plain, **arguments), *(("thd",) if packed else ()))
+    gradients.check(found, [*plain, d_o], None, **arguments)

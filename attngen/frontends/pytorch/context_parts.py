@@ -327,6 +327,7 @@ class Running:
             rows.queries.of(whole_out, part.queries),
             rows.queries.of_heads(whole_lse, part.queries),
             rounded,
+            None,
             not (self._is_made and mark.new),
             not mark.over,
             **operation_arguments(features, part, rows),

@@ -26,7 +26,7 @@ from .torch_private import guard
 library = operator(
     "forward_onto",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) o, Tensor(b!) lse, Tensor(c!)? rounded, "
-    f"bool goes_on, bool keeps, {schema()}) -> ()",
+    f"Tensor? marks, bool goes_on, bool keeps, {schema()}) -> ()",
 )
 prepared_calls: CallCache[PreparedCall] = CallCache(guard)
 
@@ -38,28 +38,31 @@ def forward_onto(
     o: Tensor,
     lse: Tensor,
     rounded: Tensor | None,
+    marks: Tensor | None,
     *rest: Any,
 ) -> None:
     """Attend to these keys, and write what their output and LSE are together with those there.
 
-    q, k, v as `attngen::forward` takes them, three dense tensors of 16 bits without lengths. o:
-    float32, of the output's shape, its last axis contiguous; lse: float32 [b, h_q, s_q], natural
-    log, which may be a part of the rows of a larger tensor. rounded: gets the output in q's dtype,
-    with the strides of o. rest: goes_on, whether o and lse hold the output and LSE over other keys,
-    0 and −∞ of rows that have seen none, else they are written anew; keeps, whether o is written,
-    which it need not be beside rounded; then the arguments of `attngen::forward` behind v, without
-    sinks, with `out_dtype` float32. There are no gradients.
+    q, k, v as `attngen::forward` takes them, three tensors of 16 bits, dense without lengths, or
+    packed. o: float32, of the output's shape, its last axis contiguous; lse: float32 [b, h_q, s_q],
+    natural log, which may be a part of the rows of a larger tensor, of packed tokens [h_q, t].
+    rounded: gets the output in q's dtype, with the strides of o. marks: int32 [b], of packed
+    sequences what is written of each: 1, o; 2, rounded; 3, both; None for what `keeps` says. rest:
+    goes_on, whether o and lse hold the output and LSE over other keys, −∞ of rows that have seen
+    none, whose o may be anything, else they are written anew; keeps, whether o is written, which it
+    need not be beside rounded; then the arguments of `attngen::forward` behind v, without sinks,
+    with `out_dtype` float32. Rows of no sequence stay as they are. There are no gradients.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     goes_on, keeps, *others = rest
     optional, arguments = split(others)
     operands = with_readable_bias((q, k, v, *optional))
-    prepared = _find((*operands, o, lse, rounded), arguments, goes_on, keeps)
+    prepared = _find((*operands, o, lse, rounded, marks), arguments, goes_on, keeps)
     if prepared.launches:
-        run(prepared, (*operands, o, lse, rounded))
+        run(prepared, (*operands, o, lse, rounded, marks))
         return
-    if not goes_on:
+    if not goes_on and marks is None:
         o.zero_()
         lse.fill_(-math.inf)
     if rounded is not None:
@@ -82,11 +85,11 @@ def _prepare(
 ) -> PreparedCall:
     """Everything about a call but addresses. Raises: as the operation."""
     described = all_described(operands)
-    o, lse, rounded = described[len(INPUTS) :]
+    o, lse, rounded, marks = described[len(INPUTS) :]
     q, *_ = operands
     assert q is not None and o is not None and lse is not None  # the operation's schema
     gathering = partial(_find, arguments=arguments, goes_on=goes_on, keeps=keeps, gather=True)
-    joins = Ongoing(o, lse, rounded, goes_on, keeps)
+    joins = Ongoing(o, lse, rounded, marks, goes_on, keeps)
     return prepare_forward(
         described[: len(INPUTS)], arguments, device_of(q.device), gathering, gather, joins=joins
     )

@@ -21,7 +21,7 @@ from ...call.fragments import operands_of as fragment_operands
 from ...call.memory import memory_of, order_in
 from ...call.numbers import Arguments
 from ...call.operands import heads_of, unpacked
-from ...call.positions import Positions
+from ...call.positions import PLACES_SLOT, Positions
 from ...call.table import (
     DIFFERENTIABLE,
     INPUTS,
@@ -107,6 +107,7 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
     del given["schedule"]
     _, arguments = split(rest)
     slots = {name: given.pop(name) for name in (*SLOTS, LEARNED_SLOT)}
+    places = slots.pop(PLACES_SLOT) if arguments.positions else None
     own = fragment_operands(arguments.mask, arguments.score_mod)
     most_q, most_kv, *_ = (*rest[len(OPTIONAL) + len(Arguments._fields) :], None, None)
     return AttentionCall(
@@ -117,6 +118,7 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
         window=(arguments.window_left, arguments.window_right),
         bottom_right=arguments.bottom_right,
         positions=Positions.read(arguments.positions) if arguments.positions else None,
+        places=places,
         softmax_scale=arguments.softmax_scale,
         softcap=arguments.softcap,
         softmax=arguments.softmax,

@@ -20,7 +20,7 @@ class Options(TypedDict, total=False):
     mask: str | Sequence[str] | None
     window: Window
     bottom_right: bool | None
-    positions: Sequence[int] | None
+    positions: Sequence[int | Tensor] | None
     attn_mask: Tensor | None
     softmax_scale: float | None
     softcap: float | None
@@ -58,5 +58,6 @@ class Options(TypedDict, total=False):
     out_layout: str
     deterministic: bool | None
     backend: str
+    places: Tensor | None
     chunked: int
     prefix: int | Tensor

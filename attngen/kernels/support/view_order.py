@@ -42,8 +42,9 @@ class OrderView:
 
 
 def fills_output(problem: Problem, plan: VarlenPlan) -> bool:
-    """Whether the kernel fills rows of the output that are of no sequence."""
-    return plan.fills and problem.q_seq != "dense"
+    """Whether the kernel fills rows of the output that are of no sequence, which are left as they
+    are where outputs join."""
+    return plan.fills and problem.q_seq != "dense" and not problem.continues
 
 
 def order_view(

@@ -106,7 +106,10 @@ void apart(const long long* state, u32 low, u32 high, int row, int column, char*
            unsigned short* numbers) {
   constexpr int kN = 48;
   for (int lane = 0; lane < 32; ++lane) {
-    const PlacedDropCalls<kKeysAreRows> calls(dropout_key(state, 1, 2), row, column, lane);
+    // A part of the position is the fragment's own in its sequence.
+    PlacedDropoutKey key = {dropout_key(state, 1, 2), row - 48, column - 7};
+    if (kKeysAreRows) key = {dropout_key(state, 1, 2), column - 7, row - 48};
+    const PlacedDropCalls<kKeysAreRows> calls(key, 48, 7, lane);
     DropBits<kN> bits;
     decide_apart(bits, calls, DropThreshold{low, high});
     for (int i = 0; i < kN / 2; ++i) {

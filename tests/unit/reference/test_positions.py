@@ -79,3 +79,51 @@ def test_spec_of_a_call_says_that_it_has_positions() -> None:
     assert not few.decode  # which kernels that split keys do not know
     out = attngen.attention(q, q, q, positions=(4, 4), mask="causal", backend="reference")
     assert torch.equal(out, reference.attention(q, q, q, mask="causal")[0])
+
+
+def of_each(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_sequence_stands_where_its_positions_say(packed: bool) -> None:
+    """One call, as two calls of a sequence each."""
+    q, k, v = (torch.randn(2, 6, 2, 8, dtype=torch.float64) for _ in range(3))
+    state = torch.tensor([3, 4])
+    given = {"mask": "causal", "alibi_slopes": True, "dropout_p": 0.4, "rng_state": state}
+    places = [(16, 3, 9, 1, 5), (0, 40, 2, 1, 7)]
+    query, key, diagonal, _, sequence = map(of_each, *places)
+    whole = q, k, v
+    more: dict[str, Any] = {"positions": (query, key, diagonal, 1, sequence)}
+    if packed:
+        whole = tuple(x.flatten(0, 1) for x in whole)
+        ends = of_each(0, 6, 12)
+        more |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    out = attngen.attention(*whole, **given, **more, backend="reference")
+    parts = [
+        attngen.attention(
+            *(x[b : b + 1] for x in (q, k, v)), **given, positions=place, backend="reference"
+        )
+        for b, place in enumerate(places)
+    ]
+    torch.testing.assert_close(out.view_as(q), torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"positions": (of_each(1), 0)}, r"query needs an int, or int32 \[b=2\]; got"),
+        ({"positions": (of_each(1, 2), 0, 0, of_each(1, 1))}, "head needs an int; got"),
+        ({"positions": (torch.zeros(2), 0)}, "query needs an int"),
+        ({"positions": (of_each(1, 2), 0, 0, 0, 0, 0)}, "two to 5 numbers; got 6"),
+        ({"places": torch.zeros(2, 3).int()}, r"int32 \[b=2, 4\]"),
+        ({"places": torch.zeros(2, 4)}, r"contiguous int32"),
+        ({"places": torch.zeros(2, 4).int(), "bottom_right": True}, "beside bottom_right"),
+        ({"places": torch.zeros(2, 4).int(), "positions": (of_each(1, 2), 0)}, "beside places"),
+    ],
+    ids=str,
+)
+def test_positions_of_each_are_refused_where_they_are_none(given, reason) -> None:
+    q = torch.zeros(2, 6, 2, 8)
+    with pytest.raises(attngen.SpecError, match=reason):
+        attngen.attention(q, q, q, **given, backend="reference")

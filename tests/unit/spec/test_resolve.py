@@ -266,13 +266,13 @@ def test_resolve_backward_of_a_partial_output_is_refused() -> None:
         ({}, None),
         ({"out_dtype": None}, "float32"),
         ({"seqused": True}, "lengths"),
-        ({"layout": "thd"}, "lengths"),
+        ({"layout": "thd"}, None),
         ({"softmax": "off_by_one"}, "sinks"),
         ({"return_max_logit": True}, "max_logit"),
     ],
     ids=str,
 )
-def test_resolve_output_that_joins_another_is_float32_of_dense_rows(change, reason) -> None:
+def test_resolve_output_that_joins_another_is_float32(change, reason) -> None:
     fields = {"head_dim": 64, "out_dtype": "fp32", "continues": True, **change}
     violations = find_violations(AttentionSpec(**fields), KNOWN)
     assert [x.field for x in violations] == ([] if reason is None else ["continues"])

@@ -8,6 +8,12 @@
 
 namespace attngen {
 
+// The key of a head of one sequence, and where its first query and key stand in the whole.
+struct PlacedDropoutKey : DropoutKey {
+  int first_query = 0;
+  int first_key = 0;
+};
+
 // The byte that decides the score of a query and a key.
 ATTNGEN_HD u32 drop_byte_at(const DropoutKey& key, int query, int column) {
   u32 words[4];
@@ -18,8 +24,8 @@ ATTNGEN_HD u32 drop_byte_at(const DropoutKey& key, int query, int column) {
   return (column & 1 ? odd : even) >> ((query >> 3 & 1) * 8 + (column >> 3 & 1) * 16) & 255;
 }
 
-// The calls of a thread's rows, as DropCalls has them; row, column: positions of the fragment's
-// first row and column, any.
+// The calls of a thread's rows, as DropCalls has them; row, column: the fragment's first row and
+// column in its sequence, any.
 template <bool kKeysAreRows>
 struct PlacedDropCalls {
   DropCalls<kKeysAreRows> whole;  // where both are multiples of 16
@@ -27,11 +33,11 @@ struct PlacedDropCalls {
   int column;
   bool aligned;
 
-  ATTNGEN_HD PlacedDropCalls(DropoutKey key, int row, int column, int lane)
-      : whole(key, row, column, lane),
-        row(row + lane / 4),
-        column(column + (lane & 3) * 2),
-        aligned((row | column) % 16 == 0) {}
+  ATTNGEN_HD PlacedDropCalls(const PlacedDropoutKey& key, int row, int column, int lane)
+      : PlacedDropCalls(static_cast<const DropoutKey&>(key),
+                        Place{row + (kKeysAreRows ? key.first_key : key.first_query),
+                              column + (kKeysAreRows ? key.first_query : key.first_key)},
+                        lane) {}
 
   // The byte that decides element `index` of a fragment.
   ATTNGEN_HD u32 byte(int index) const {
@@ -39,6 +45,17 @@ struct PlacedDropCalls {
     const int along = column + (index >> 2) * 8 + (index & 1);
     return drop_byte_at(whole.key, kKeysAreRows ? along : across, kKeysAreRows ? across : along);
   }
+
+ private:
+  struct Place {  // of the fragment's first row and column in the whole
+    int row;
+    int column;
+  };
+  ATTNGEN_HD PlacedDropCalls(const DropoutKey& key, Place first, int lane)
+      : whole(key, first.row, first.column, lane),
+        row(first.row + lane / 4),
+        column(first.column + (lane & 3) * 2),
+        aligned((first.row | first.column) % 16 == 0) {}
 };
 
 // All decisions of a thread for a fragment of kN columns, an element at a time.
@@ -76,13 +93,15 @@ ATTNGEN_HD DropPair words_apart(const PlacedDropCalls<false>& calls, int tile) {
   return pair;
 }
 
-// The calls of a row of S; row: position of the fragment's first row, any.
+// The calls of a row of S; row: the fragment's first row in its sequence, any.
 struct PlacedDropRow {
-  DropRow calls;  // where that is a multiple of 16
+  DropRow calls;  // where that stands at a multiple of 16
+  PlacedDropoutKey key;
   int row;
 
-  ATTNGEN_HD void begin(DropoutKey of_head, int first_row, int lane) {
-    calls.begin(of_head, first_row, lane);
+  ATTNGEN_HD void begin(const PlacedDropoutKey& of_head, int first_row, int lane) {
+    calls.begin(of_head, first_row + of_head.first_query, lane);
+    key = of_head;
     row = first_row;
   }
 };
@@ -101,9 +120,9 @@ ATTNGEN_DEVICE void draw(DropBits<kN>& bits, const PlacedDropCalls<kKeysAreRows>
 template <int kN>
 ATTNGEN_DEVICE void draw(const DropWords<kN>& words, const PlacedDropRow& row, int column,
                          int lane) {
-  const PlacedDropCalls<false> calls(row.calls.key, row.row, column, lane);
+  const PlacedDropCalls<false> calls(row.key, row.row, column, lane);
   if (calls.aligned) {
-    words.draw(row.calls, column, lane);
+    words.draw(row.calls, column + row.key.first_key, lane);
     return;
   }
   __syncwarp();  // what is there has been read

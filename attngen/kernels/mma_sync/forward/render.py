@@ -14,6 +14,8 @@ from ...params import (
     describe,
     diagonal_names,
     drop_names,
+    joined_names,
+    joining_names,
     mask_names,
     operands_of,
     strides_of,
@@ -26,7 +28,6 @@ from .view import forward_view
 
 ROLES = ("mask", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
 PAGES = ("kv_fetch", "v_fetch")
-JOINING = ("goes_on", "keeps_sums", "lse_room")
 SCALES = (
     *("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o"),
     *("amax_s", "amax_o"),
@@ -70,7 +71,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names += typed("ptr", *(("max_logit",) if problem.max_logit else ()))
     names += typed("ptr", *(SCALES if problem.eight_bit else ()))
     names += typed("ptr", *(("descale_k", "descale_v") if problem.widens else ()))
-    names += typed("ptr", *(("rounded",) if problem.continues else ()))
+    names += joined_names(problem)
     names += typed("ptr", *(("rng_state",) if problem.dropout else ()))
     for tensor in "qkvo":
         names += strides_of(tensor)
@@ -78,7 +79,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
         names += typed("i64", *(f"{tensor}_stride_column" for tensor in "qkv"))
         names += typed("i32", "dim_qk", "dim_v")
     names += typed("i32", *(("k_page_count", "v_page_count") if problem.paged else ()))
-    names += typed("i32", *(JOINING if problem.continues else ()))
+    names += joining_names(problem)
     names += mask_names("mask_rows") if problem.attn_mask else []
     names += mask_names("mask_row_map") if problem.listed else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")

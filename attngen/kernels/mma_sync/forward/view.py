@@ -54,11 +54,13 @@ class Weights:
 class JoinedColumns:
     """Columns of an output that join those that are there. Strings are C++.
 
-    columns: how many; first_column: the first, empty where it is 0.
+    columns: how many; first_column: the first, empty where it is 0. first_token: that of a
+    sequence, empty where all have one length.
     """
 
     columns: str = "kHeadDimV"
     first_column: str = ""
+    first_token: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,10 @@ def forward_view(
         output=tensor_view(problem, "o"),
         varlen=problem.varlen,
         joins=problem.continues,
-        joined_columns=JoinedColumns(),
+        joined_columns=JoinedColumns(first_token=first_token_of(problem)),
         gather=problem.gather,
         packed=problem.q_seq == "packed",
-        fills_gaps=problem.q_seq != "dense",
+        fills_gaps=fills_gaps(problem),
         lse_row=lse_row(problem),
     )
 
@@ -260,7 +262,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "ptx/tma.cuh": True,  # the type of maps, of which it has none
         "scale.cuh": is_narrow(problem),
         "scheduler/block_map.cuh": problem.listed,
-        "scheduler/gap_rows.cuh": problem.q_seq != "dense",
+        "scheduler/gap_rows.cuh": fills_gaps(problem),
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
         "scheduler/tile_order.cuh": True,
@@ -274,6 +276,11 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
 def is_narrow(problem: Problem) -> bool:
     """Whether keys and values have 8 bits."""
     return DTYPE_BYTES[problem.dtype_kv] == 1
+
+
+def fills_gaps(problem: Problem) -> bool:
+    """Whether rows of no sequence are filled, which are left as they are where outputs join."""
+    return problem.q_seq != "dense" and not problem.continues
 
 
 def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> Weights:
@@ -312,5 +319,11 @@ def lse_row(problem: Problem) -> str:
     if problem.q_seq == "dense":
         room = "p.lse_room" if problem.continues else "ctx.q_len"
         return f"(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * {room}"
-    first = FIRST_TOKEN.format("q_sequence(p)").replace("batch", "ctx.batch")
-    return f"q_sequence(p).place(ctx.batch, {first}, ctx.head, p.heads_q)"
+    return f"q_sequence(p).place(ctx.batch, {first_token_of(problem)}, ctx.head, p.heads_q)"
+
+
+def first_token_of(problem: Problem) -> str:
+    """C++: the first token of a sequence; empty where all have one length."""
+    if not problem.varlen:
+        return ""
+    return FIRST_TOKEN.format("q_sequence(p)").replace("batch", "ctx.batch")

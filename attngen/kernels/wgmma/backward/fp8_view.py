@@ -145,6 +145,7 @@ class Fp8View:
     keys: SequenceView
     kv_alias: Alias
     varlen: bool
+    revisits: bool
     gathered: tuple[TensorView, ...]
     row_block: int
     mask_tensor: str
@@ -265,7 +266,6 @@ def fp8_view(
     masks, scores = uses["mask"], eight_bit_scores(uses)
     d, d_v = problem.head_dim_qk, problem.head_dim_v
     products, halves = products_of(problem), column_parts(problem) > 1
-    over_queries = (plan.tile.m // products.depth,)
     return Fp8View(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
@@ -295,6 +295,7 @@ def fp8_view(
         keys=sequence_view(uses["kv_seq"][0]),
         kv_alias=Alias("KvFetch", uses["kv_fetch"][0].fragment.struct),
         varlen=problem.varlen,
+        revisits=problem.varlen,
         gathered=(),
         row_block=plan.row_block,
         mask_tensor="mask_columns" if problem.attn_mask else "",
@@ -308,8 +309,8 @@ def fp8_view(
         visits=visits_view(plan, looks_ahead=False),
         ptx=PtxTypes(problem.dtype_q, problem.dtype_kv, problem.dtype_of("d_o")),
         score_product=Product(plan.tile.m, (steps_of(d) - plan.held_steps, steps_of(d_v))),
-        dk_product=Product(plan.dk_columns, over_queries),
-        dv_product=Product(plan.dv_columns, over_queries),
+        dk_product=Product(plan.dk_columns, (plan.tile.m // products.depth,)),
+        dv_product=Product(plan.dv_columns, (plan.tile.m // products.depth,)),
         dq_product=Product(plan.dq_columns, (plan.tile.n // products.depth,)),
         deterministic=plan.deterministic,
         descending=plan.descending,

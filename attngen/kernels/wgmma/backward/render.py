@@ -159,7 +159,9 @@ def _main_names(
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
         names += mask_names(name)
-    integers = [*INTEGERS, *(name for name, _ in diagonal_names(problem))]
+    places, diagonal = diagonal_names(problem)[:-1], diagonal_names(problem)[-1:]
+    names += places
+    integers = [*INTEGERS, *(name for name, _ in diagonal)]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.fused else len(integers)
     integers.insert(place, "q_tiles" if plan.family == OF_QUERIES else "kv_blocks")

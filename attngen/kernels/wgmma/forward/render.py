@@ -18,6 +18,8 @@ from ...params import (
     describe,
     diagonal_names,
     drop_names,
+    joined_names,
+    joining_names,
     map_type,
     mask_names,
     operand_names,
@@ -84,7 +86,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
     names += typed("ptr", "q", "k") if remakes else []
     names += [("map_bias", "tensor_map")] if problem.bias else []
     names += [("lse", "ptr")]
-    names += [("rounded", "ptr")] if problem.continues else []
+    names += joined_names(problem)
     names += [("max_logit", "ptr")] if problem.max_logit else []
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
@@ -99,7 +101,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
     names += strides_of("o") if addressed else []
     names += [*strides_of("q"), *strides_of("k")] if remakes else []
     names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
-    names += typed("i32", "goes_on", "keeps_sums", "lse_room") if problem.continues else []
+    names += joining_names(problem)
     names += [
         ("tiles", "i32"),
         ("tiles_m", "i32"),

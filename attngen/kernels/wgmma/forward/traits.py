@@ -57,8 +57,9 @@ def starts_early(problem: Problem, plan: Plan) -> bool:
 
 
 def fills_gaps(problem: Problem, plan: Plan) -> bool:
-    """Whether the kernel fills rows of the output that belong to no sequence."""
-    return plan.orders_few and problem.q_seq != "dense"
+    """Whether the kernel fills rows of the output that belong to no sequence, which are left as
+    they are where outputs join."""
+    return plan.orders_few and problem.q_seq != "dense" and not problem.continues
 
 
 def clears_tail(problem: Problem) -> bool:

@@ -156,7 +156,8 @@ class Output:
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
     releases queries. joins: it joins what is there; joins_ahead: which is read before the last
-    product is awaited, as registers allow. lse_row: C++, where a head's LSE begins. keep_factor:
+    product is awaited, as registers allow; first_token: C++, of a sequence of an output that joins,
+    empty where all have one length. lse_row: C++, where a head's LSE begins. keep_factor:
     C++, by what rows are multiplied for what dropout leaves of their weights; empty without.
     """
 
@@ -170,6 +171,7 @@ class Output:
     one_releases_q: bool
     joins: bool
     joins_ahead: bool
+    first_token: str
     lse_row: str
     keep_factor: str
 
@@ -361,6 +363,7 @@ def output_of(problem: Problem, plan: Plan) -> Output:
         eight_bit=problem.dtype_o in ("e4m3", "e5m2"),
         one_releases_q=rolls(problem, plan) and over_q,
         joins=problem.continues,
+        first_token="q_sequence(p).first_token(ctx.batch)" if problem.varlen else "",
         joins_ahead=problem.continues and problem.head_dim_v <= JOINED_AHEAD and consumers < 4,
         lse_row=lse_row(problem),
         keep_factor=keep_factor(problem),
