@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from attngen.frontends.pytorch.context_messages import (
     message_of,
     tokens_of,
 )
+from attngen.frontends.pytorch.context_together import AroundTogether, add_tokens, cut_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,30 @@ class InPlace(Around):
         )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TogetherInPlace(AroundTogether):
+    """`InPlace` of packed sequences."""
+
+    held: list[Pair] = field(default_factory=list)
+    sums: list[Pair] = field(default_factory=list)
+
+    def _fetch(self, number: int, k: Tensor, v: Tensor) -> Callable[[], Pair]:  # type: ignore[override]
+        if number >= len(self.plans):
+            return lambda: (k, v)
+        _, source = self.around(number)
+        own = self.sent[self.rank][number]
+        pair = cut_tokens(self.held[source], own) if own.tokens else (k[:, :0], v[:, :0])
+        return lambda: pair
+
+    def returns(self, number: int, made: Any, dtype: torch.dtype) -> Finish:
+        if number == 0:
+            return super().returns(number, made, dtype)
+        ((dk, dv),), (_, source) = made, self.around(number)
+        own = self.sent[self.rank][number]
+        pair = dk.to(dtype), dv.to(dtype)
+        return lambda _: add_tokens(self.sums[source], pair, own) if own.tokens else None
+
+
 @dataclass(frozen=True, eq=False)
 class Simulated:
     """A rank: its call, its operands, which learn, and its score of each head that no key has."""
@@ -100,8 +126,10 @@ class Simulated:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Its output and LSE."""
-        out, lse = ContextAttention.apply(self.call, *self.leaves, self.sink, None)  # type: ignore[no-untyped-call]
-        return out, lse
+        packed = self.leaves[0].ndim == 3
+        operands = [x[None] if packed else x for x in self.leaves]
+        out, lse = ContextAttention.apply(self.call, *operands, self.sink, None)  # type: ignore[no-untyped-call]
+        return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
 def ranks_of(
@@ -111,33 +139,44 @@ def ranks_of(
     sums: list[Pair],
     keeps_regions: bool = True,
 ) -> Iterator[Simulated]:
-    """The ranks of a call over [1, s, h, d], by kernels. sums: an empty list, which gets float32
-    tensors to which they add gradients of keys that others hold, two for each of these.
-    keeps_regions: whether keys that come are copied once, which takes later runs no time."""
+    """The ranks of a call over [1, s, h, d], or over packed tokens, by kernels. sums: an empty
+    list, which gets float32 tensors to which they add gradients of keys that others hold, two for
+    each of these. keeps_regions: whether keys that come are copied once, which takes later runs no
+    time."""
     q, *_ = operands
-    room, device = q.shape[1], q.device
-    index = [torch.tensor(order.shard(r, [room]), device=device) for r in range(order.ranks)]
-    leaves = [[x[:, own].contiguous().requires_grad_() for x in operands] for own in index]
-    held = [(k.detach(), v.detach()) for _, k, v in leaves]
+    packed = given.get("layout") == "thd"
+    axis, device = 0 if packed else 1, q.device
+    rooms = [q.shape[1]]
+    if packed:
+        starts = given.get("cu_seqlens_q_padded", given["cu_seqlens_q"]).tolist()
+        rooms = [b - a for a, b in pairwise(starts)]
+    index = [torch.tensor(order.shard(r, rooms), device=device) for r in range(order.ranks)]
+    leaves = [
+        [x.index_select(axis, own).requires_grad_() for x in operands] for own in index
+    ]
+    held: list[Pair] = []
+    for _, k, v in leaves:
+        k, v = (x.detach()[None] if packed else x.detach() for x in (k, v))
+        held.append((k, v))
     for k, v in held:
         sums.append((torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()))
     for rank, (own, places) in enumerate(zip(leaves, index, strict=True)):
         own_q, own_k, own_v = own
         asked = asked_of(own_q, own_k, own_v, {**given, "backend": "cuda"}, order.ranks)
-        features = features_of(asked, given.get("rng_state"), 0, q.shape[2])
+        features = features_of(asked, given.get("rng_state"), 0, q.shape[-2])
         ranks = Ranks(None, order.ranks, rank)
         call = context_call(asked, order, ranks, False, features, torch.float32)
         around = call.messages
         assert isinstance(around, Around)
-        messages = InPlace(
-            None,
-            rank,
-            around.plans,
-            around.sequences,
-            around.rounds,
-            around.returning,
-            held=held,
-            sums=sums,
-            keeps_regions=keeps_regions,
-        )
+        messages: Around
+        known = (None, rank, around.plans, around.sequences)
+        if isinstance(around, AroundTogether):
+            messages = TogetherInPlace(
+                *known, together=around.together, sent=around.sent, held=held, sums=sums
+            )
+        else:
+            rounds = around.rounds, around.returning
+            messages = InPlace(
+                *known, *rounds, held=held, sums=sums, keeps_regions=keeps_regions
+            )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

@@ -23,6 +23,7 @@ from .table import WantedGradients
 from .tensors import TensorDesc
 
 KEPT = ("lse_log2", "d", "turns", "dq_acc")  # workspaces of rows; `turns` where kernels count
+OF_KEYS = ("dk", "dv", "dkv_acc")  # which a kernel rounds that is told of some
 OF_ROWS = ("o", "d_o", "lse", "dlse")
 _WANTED = WantedGradients(*[name in ("dq", "dkv") for name in WantedGradients._fields])
 
@@ -54,15 +55,16 @@ class PreparedPart:
     """A part, and what is of all rows.
 
     before: makes D and the LSE of all rows; part: gradients of its keys, and sums of dQ; after:
-    turns these into dQ of all rows; each is given the addresses of those of `KEPT` last that its
-    kernels have. places: where each of these begins in a workspace of so many bytes; shifts: bytes
-    from there to the part's rows.
-    block: rows of a block, floats of its dQ, and parts that these are of.
+    turns these into float32 dQ of all rows, rounded: into dQ in q's dtype, None where kernels do
+    not; each is given the addresses of those of `KEPT` last that its kernels have. places: where
+    each of these begins in a workspace of so many bytes; shifts: bytes from there to the part's
+    rows. block: rows of a block, floats of its dQ, and parts that these are of.
     """
 
     before: NamedLaunches
     part: NamedLaunches
     after: NamedLaunches
+    rounded: NamedLaunches | None
     places: tuple[int, ...]
     shifts: tuple[int, ...]
     workspace_bytes: int
@@ -91,11 +93,12 @@ def prepare_part(
     q, k, v = unpacked(present(given["q"]), given["k"], given["v"], arguments.layout)
     if not all(x.numel() for x in (q, k, v)):
         return None
-    chosen = choose(call, device, q, k, v)
-    kernels = _kernels_of(chosen.kernels)
+    kernels = _kernels_of(choose(call, device, q, k, v).kernels)
     if arguments.deterministic or kernels is None or not _has_whole_blocks(kernels, call, rows):
         return None
-    return _with_launches(call, kernels, rows, device)
+    narrow = read(given, arguments._replace(out_dtype=None), _WANTED, gather)
+    rounding = _rounding_of(choose(narrow, device, q, k, v).kernels, kernels)
+    return _with_launches(call, kernels, rounding, rows, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +113,12 @@ class _Kernels:
     @property
     def all(self) -> tuple[LoadedKernel, ...]:
         return self.before, self.main, self.after
+
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """Rows of a block, floats of its dQ, and parts that these are of."""
+        main, after = self.main.kernel, self.after.kernel
+        return main.row_block, main.dq_floats, after.block_ctas
 
 
 def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
@@ -133,6 +142,18 @@ def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
     return _Kernels(before, replace(main, kernel=entry), after, kept)
 
 
+def _rounding_of(found: Sequence[LoadedKernel], kernels: _Kernels) -> LoadedKernel | None:
+    """The kernel of a backward in 16 bits that rounds sums of dQ, if they lie as those of float32
+    kernels do, and it needs nothing else."""
+    main = maker_of("dk", found)
+    after = next((each for each in found if "dq_acc" in read_by(each.kernel)), None)
+    if main is None or after is None:
+        return None
+    pointers = {field.name for field in after.kernel.fields if field.type == "ptr"}
+    alike = replace(kernels, main=main, after=after).form == kernels.form
+    return after if alike and pointers <= {"dq", *kernels.kept, *OF_KEYS} else None
+
+
 def _has_whole_blocks(kernels: _Kernels, call: Backward, rows: AllRows) -> bool:
     """Whether the part's rows are whole blocks of all."""
     block, count = kernels.main.kernel.row_block, call.extents["q"].seq
@@ -142,9 +163,13 @@ def _has_whole_blocks(kernels: _Kernels, call: Backward, rows: AllRows) -> bool:
 
 
 def _with_launches(
-    call: Backward, kernels: _Kernels, rows: AllRows, device: Device
+    call: Backward,
+    kernels: _Kernels,
+    rounding: LoadedKernel | None,
+    rows: AllRows,
+    device: Device,
 ) -> PreparedPart:
-    """The launches of a part and of all rows."""
+    """The launches of a part and of all rows. rounding: turns sums into dQ in q's dtype."""
     layout = call.arguments.layout
     tensors = {**rows.tensors, "dq": TensorDesc.contiguous(rows.tensors["q"].shape, "float32")}
     known = extents_of({n: x for n, x in tensors.items() if n not in ("lse", "dlse")}, layout)
@@ -162,6 +187,16 @@ def _with_launches(
     of_rows = [name for name in there if name in OF_ROWS]
     read_by_part = [name for name in there if name not in ("o", "lse", "dlse")]
     fixed, kept = dict.fromkeys(absent, 0), kernels.kept
+
+    def ending(kernel: LoadedKernel) -> NamedLaunches:
+        launches = (prepare(kernel, of_all, scalars),)
+        return NamedLaunches(
+            device=device,
+            names=("dq", *kept),
+            launches=launches,
+            fixed=dict.fromkeys(OF_KEYS, 0),
+        )
+
     return PreparedPart(
         before=NamedLaunches(
             device=device,
@@ -177,13 +212,10 @@ def _with_launches(
             fixed=fixed,
             counts_tiles="tile_counter" in kernels.main.kernel.workspace,
         ),
-        after=NamedLaunches(
-            device=device,
-            names=("dq", *kept),
-            launches=(prepare(kernels.after, of_all, scalars),),
-        ),
+        after=ending(kernels.after),
+        rounded=None if rounding is None else ending(rounding),
         places=tuple(offsets[name] for name in kept),
         shifts=tuple(rows.first // block * (bytes_of[name] // slots) for name in kept),
         workspace_bytes=size,
-        block=(block, kernels.main.kernel.dq_floats, kernels.after.kernel.block_ctas),
+        block=kernels.form,
     )

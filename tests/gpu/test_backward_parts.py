@@ -86,3 +86,11 @@ def test_rows_that_kernels_keep_no_sums_of_are_left_alone(dim, row, given):
     own = {**arguments, **given, "out_dtype": "float32"}
     assert not sums.add(row, q[:, row:], (k, v), into, own)
     assert sums.end() is None and all(x.isnan().all() for x in into)
+
+
+def test_sums_are_rounded_as_they_end():
+    (q, k, v, _, _), _, sums = run(128, 192, {})
+    into = tuple(torch.empty_like(x, dtype=torch.float32) for x in (k, v))
+    assert sums.add(0, q, (k, v), into, {"mask": "causal", "out_dtype": "float32"})
+    wide, narrow = sums.end(), sums.end(rounds=True)
+    assert narrow.dtype == q.dtype and torch.equal(narrow, wide.to(q.dtype))

@@ -13,7 +13,7 @@ from attngen.spec.attention_spec import MAX_HEAD_DIM
 from attngen.targets.target import TARGETS
 from tests.support.caches import kernels_of
 
-from . import cases, kv_cache, oracle, test_forward_onto, variants
+from . import cases, kv_cache, oracle, test_forward_onto, test_parallel, variants
 from .cases import Case
 from .conftest import any_chip
 from .test_coverage import MEMBERS
@@ -207,6 +207,20 @@ def test_mma_forward_is_traced_whole_with_gradients_and_without():
 @pytest.mark.parametrize("dims", [(128, 128), (100, 52)], ids=str)
 def test_mma_forward_joins_what_is_there(dims):
     test_forward_onto.test_sums_that_nobody_wants_are_not_written(dims)
+
+
+@pytest.mark.parametrize(("dims", "given"), test_forward_onto.PACKED[:3], ids=str)
+def test_mma_forward_joins_packed_sequences(dims, given):
+    test_forward_onto.test_packed_sequences_join_each_on_its_own_diagonal(dims, given)
+
+
+@pytest.mark.parametrize("case", test_parallel.PACKED[:2], ids=str)
+def test_mma_ranks_of_packed_sequences_are_one_call(case):
+    test_parallel.test_ranks_of_packed_sequences_are_one_call(*case)
+
+
+def test_mma_queries_of_a_rank_wait_for_their_keys(monkeypatch):
+    test_parallel.test_queries_that_wait_are_one_call(2, 512, monkeypatch)
 
 
 def test_mma_forward_refuses_what_it_does_not_serve():

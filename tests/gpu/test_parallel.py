@@ -75,6 +75,48 @@ def test_ranks_in_turn_are_one_call(order, room, given):
     gradients.check(found, [q, k, v, d_out], None, **given)
 
 
+# An order, the rooms and lengths of packed sequences, and what the call says.
+PACKED = [
+    (Order("dual_chunk", 2), (256, 64, 128), (256, 60, 128), {"mask": "causal"}),
+    (Order("dual_chunk", 3), (126, 66, 180), (126, 40, 170), {"mask": "causal", **DROPPED}),
+    (Order("contiguous", 3), (150, 90), (150, 70), {"window": (60, 7)}),
+    (Order("dual_chunk", 2), (128, 32), (70, 32), {"mask": "causal", "softmax": "off_by_one"}),
+    (Order("dual_chunk", 2), (192, 64), (192, 50), {"mask": "padding_causal_bottom_right"}),
+]
+
+
+@pytest.mark.parametrize(("order", "rooms", "used", "given"), PACKED, ids=str)
+def test_ranks_of_packed_sequences_are_one_call(order, rooms, used, given):
+    """Each step of a rank is few launches, whatever the number of sequences."""
+    tokens = sum(rooms)
+    q, k, v = (x[0] for x in oracle.operands(1, 2, 1, tokens, tokens, 64, 64, torch.bfloat16))
+    d_out = oracle.randn(*q.shape, dtype=q.dtype, seed=9)
+    ends, starts = (torch.tensor([0, *x]).cumsum(0).int() for x in (used, rooms))
+    given = {**given, "layout": "thd"}
+    if "dropout_p" in given:
+        given["rng_state"] = torch.tensor(STATE, device=oracle.DEVICE)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    lengths |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    sums: list[Any] = []
+    outs, lses, made = [], [], []
+    for rank in ranks_of(order, [q, k, v], {**given, **lengths}, sums):
+        together = rank.call.together
+        assert max(map(len, (*together.forward, *together.backward))) <= 2
+        out, lse = rank.run()
+        made.append([*torch.autograd.grad(out, rank.leaves, d_out[rank.index])])
+        outs.append(out.detach())
+        lses.append(lse.detach())
+    for place, (dk, dv) in enumerate(sums):
+        _, own_dk, own_dv = made[place]
+        made[place][1:] = [own_dk + dk[0], own_dv + dv[0]]
+    back = torch.tensor(order.unshard(rooms), device=oracle.DEVICE)
+    found = [torch.cat(x)[back].to(d_out.dtype) for x in zip(*made, strict=True)]
+    lengths = {name: x.to(oracle.DEVICE) for name, x in lengths.items()}
+    truth = oracle.truth(q, k, v, **given, **lengths)
+    oracle.check(torch.cat(outs)[back], torch.cat(lses, 1)[:, back], truth, "thd")
+    gradients.check(found, [q, k, v, d_out], None, **given, **lengths)
+
+
 def test_ranks_drop_what_one_call_drops():
     """Scores of 0 and one-hot values: the output is the mask; chunks of 15 positions."""
     room, heads = 60, 2

@@ -78,12 +78,16 @@ class RowSums:
         _launch(prepared.part, addresses, prepared.kept_at(self._kept))
         return True
 
-    def end(self) -> Tensor | None:
-        """The gradient of q, float32, contiguous; None where no part has been added."""
+    def end(self, rounds: bool = False) -> Tensor | None:
+        """The gradient of q, float32, or, if it `rounds` and kernels do, in q's dtype, contiguous;
+        None where no part has been added."""
         if self._first is None:
             return None
-        dq = self._q.new_empty(self._q.shape, dtype=torch.float32)
-        _launch(self._first.after, {"dq": dq.data_ptr()}, self._kept)
+        after, dtype = self._first.after, torch.float32
+        if rounds and self._first.rounded is not None:
+            after, dtype = self._first.rounded, self._q.dtype
+        dq = self._q.new_empty(self._q.shape, dtype=dtype)
+        _launch(after, {"dq": dq.data_ptr()}, self._kept)
         return dq
 
     def _begins(self, prepared: PreparedPart) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -15,16 +14,27 @@ from torch import Tensor
 from ...call import backend as backends
 from ...call import context_checks
 from ...call.context_checks import AXES, Over
+from ...call.context_launches import Form
 from ...call.context_order import Order
-from ...call.context_rounds import Rounds, backward_rounds_of, rounds_of
-from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
+from ...call.context_packed import Together
+from ...call.context_steps import Band, Length, Span
 from ...call.context_visits import Bands
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
+from ...spec.masks import band_of
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
 from .context_parts import Features, Rows, Sequences, Stored
+from .context_plans import (
+    both_rounds_of,
+    index_of,
+    launches_around,
+    launches_over_all,
+    parts_of,
+    plans_of,
+)
 from .context_service import NO_KERNELS, service_of
+from .context_together import AroundTogether, GatheredTogether
 from .routing import leave_kernels
 
 LENGTHS = tuple(
@@ -33,7 +43,6 @@ LENGTHS = tuple(
     for name, end in (("cu_seqlens_", ""), ("cu_seqlens_", "_padded"), ("seqused_", ""))
 )
 BANDS = Bands._fields
-PLANS_KEPT, INDICES_KEPT = 256, 32
 FULL_ROWS, ROWS = 1 << 15, 128  # of queries and heads, whose tiles fill a GPU twice; of a tile
 HIDING = 4096  # queries, of a head, that compute twice as long as NVLink brings a head's keys
 NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
@@ -138,6 +147,16 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
     return Asked(q, k, v, given, False, False, lengths)
 
 
+def packed_of(asked: Asked) -> Asked | None:
+    """The call of padded sequences as one of packed ones, whose parts are put together; None where
+    it has no lengths, or reads a bias or a mask."""
+    added = any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
+    if asked.packed or asked.uniform or added or torch.compiler.is_compiling():
+        return None
+    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (asked.q, asked.k, asked.v))
+    return replace(asked, q=q, k=k, v=v, packed=True)
+
+
 def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
     """Arguments that calls over a group do not take."""
     yield from context_checks.violations((q, k, v), given, _GROUP)
@@ -182,52 +201,74 @@ def context_call(
 ) -> ContextCall:
     """The call as this rank computes it, by gathered keys or by those that come one rank's after
     another's. Raises: SpecError where the order has no steps for it."""
-    lengths, device = asked.lengths, asked.q.device
+    lengths, form = asked.lengths, _form_of(asked, features)
     sequences = sequences_of(asked, ranks.size, 1 if gathers else ranks.size)
-    messages: Around | Gathered
-    if gathers:
-        parts = _parts(order, ranks.rank, lengths, asked.bands)
-        _, rooms = asked.rooms
-        index = _index(order, tuple(rooms), device)
-        messages = Gathered(ranks.group, ranks.size, index, parts, sequences)
-    else:
-        plans = _plans(order, lengths, asked.bands, asked.by_position)
-        if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
-            raise SpecError(
-                f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
-                "kernel does. Use stripe=1, or comm='a2a'."
-            )
-        both: tuple[Rounds | None, Rounds | None] = None, None
-        if not asked.by_position and not torch.compiler.is_compiling():
-            going = _queries_going_on(asked, features.kernels)
-            both = _rounds(order, lengths, asked.bands, ranks.rank, going)
-        messages = Around(ranks.group, ranks.rank, plans, sequences, *both)
+    messages_of = _gathered if gathers else _around
+    messages, together = messages_of(asked, order, ranks, sequences, features, form)
     spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
     used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
     sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
     travels = sums if asked.q.dtype in WIDE else reduce_dtype
-    return ContextCall(messages, sequences, used, features, sums, travels)
+    return ContextCall(messages, sequences, used, features, sums, travels, together=together)
 
 
-@lru_cache(PLANS_KEPT)
-def _plans(
-    order: Order, lengths: tuple[Length, ...], bands: Bands, by_position: bool
-) -> tuple[tuple[Step, ...], ...]:
-    """The steps of every rank, which take a host as long as some kernels run. Raises: SpecError."""
-    given = bands._asdict()
-    ranks = range(order.ranks)
-    return tuple(steps_of(order, r, lengths, by_position=by_position, **given) for r in ranks)
+def _gathered(
+    asked: Asked,
+    order: Order,
+    ranks: Ranks,
+    sequences: tuple[Sequences, ...],
+    features: Features,
+    form: Form | None,
+) -> tuple[Gathered, Together | None]:
+    """The messages of gathered keys, and the launches that read them, None for parts alone."""
+    parts = parts_of(order, ranks.rank, asked.lengths, asked.bands)
+    _, rooms = asked.rooms
+    index = index_of(order, tuple(rooms), asked.q.device)
+    whole = (ranks.group, ranks.size, index, parts, sequences)
+    if form is None or not asked.packed:
+        return Gathered(*whole), None
+    together = launches_over_all(order, ranks.rank, asked.lengths, asked.bands, form)
+    return GatheredTogether(*whole, together=together), together
 
 
-@lru_cache(PLANS_KEPT)
-def _rounds(
-    order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, going: int
-) -> tuple[Rounds | None, Rounds | None]:
-    """The rounds of a rank's forward and of its backward, whose parts need no positions; None where
-    they go by steps."""
-    plans = _plans(order, lengths, bands, False)
-    forward = rounds_of(plans, rank, going=going)
-    return forward, backward_rounds_of(plans, rank, splits=going > 0)
+def _around(
+    asked: Asked,
+    order: Order,
+    ranks: Ranks,
+    sequences: tuple[Sequences, ...],
+    features: Features,
+    form: Form | None,
+) -> tuple[Around, Together | None]:
+    """The messages of keys that come from one rank after another, and the launches that read them,
+    None for parts alone. Raises: SpecError where parts compare stripes."""
+    lengths, bands = asked.lengths, asked.bands
+    plans = plans_of(order, lengths, bands, asked.by_position)
+    if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
+        raise SpecError(
+            f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
+            "kernel does. Use stripe=1, or comm='a2a'."
+        )
+    whole = (ranks.group, ranks.rank, plans, sequences)
+    if form is not None and asked.packed:
+        together, sent = launches_around(order, ranks.rank, lengths, bands, form)
+        return AroundTogether(*whole, together=together, sent=sent), together
+    if asked.by_position or torch.compiler.is_compiling():
+        return Around(*whole), None
+    going = _queries_going_on(asked, features.kernels)
+    return Around(*whole, *both_rounds_of(order, lengths, bands, ranks.rank, going)), None
+
+
+def _form_of(asked: Asked, features: Features) -> Form | None:
+    """How parts of a call are put together; None where each is a call of its own, since it reads a
+    bias or a mask, or its kernels know one diagonal for all. Plans have identities, of which a
+    trace knows nothing."""
+    added = any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
+    placed = features.joins or not features.kernels
+    if added or torch.compiler.is_compiling() or (asked.by_position and not placed):
+        return None
+    bands = asked.bands
+    band = Band(*band_of(bands.mask, bands.window))
+    return Form(band, asked.by_position, placed, apart=not features.kernels)
 
 
 def _queries_going_on(asked: Asked, by_kernels: bool) -> int:
@@ -241,19 +282,6 @@ def _queries_going_on(asked: Asked, by_kernels: bool) -> int:
         return 0
     filling = -(-FULL_ROWS // (batch * heads * ROWS)) * ROWS
     return min(half, max(filling, HIDING * asked.k.shape[2] // heads))
-
-
-@lru_cache(PLANS_KEPT)
-def _parts(order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands) -> tuple[Part, ...]:
-    """The parts of a rank over all keys. Raises: SpecError."""
-    return parts_over_all(order, rank, lengths, **bands._asdict())
-
-
-@lru_cache(INDICES_KEPT)
-def _index(order: Order, rooms: tuple[int, ...], device: torch.device) -> Tensor:
-    """The place of each token among those of all ranks, on a device."""
-    with torch.inference_mode(False):
-        return torch.tensor(order.unshard(rooms), device=device)
 
 
 def features_of(
@@ -305,7 +333,12 @@ def _any_part(asked: Asked) -> dict[str, Any]:
     given = {name: asked.given[name] for name in names if name in asked.given}
     if asked.by_position:
         given["positions"] = (0, 0)
-    return {"q": asked.q, "k": asked.k, "v": asked.v, **given}
+    q, k, v = asked.q, asked.k, asked.v
+    if asked.packed:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+        ends = torch.zeros(2, dtype=torch.int32, device=q.device)
+        given |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    return {"q": q, "k": k, "v": v, **given}
 
 
 def slopes_of(asked: Asked, first: int, heads: int) -> Tensor | None:

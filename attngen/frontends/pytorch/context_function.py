@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...call.context_packed import Together
 from ...call.context_rounds import Rounds
 from ...call.context_rows import rows_of
 from ...call.context_steps import Part, Span
@@ -18,6 +19,7 @@ from ...call.recipe import without_recipe
 from .backward_parts import RowSums
 from .casts import without_autocast
 from .context_arrivals import forward_visits
+from .context_launches import RunningRows, gradients_of, index_of, sink_gradient_of_rows
 from .context_messages import Around, Gathered, Pair, Visit, new_pair
 from .context_parts import (
     Attended,
@@ -42,7 +44,7 @@ class ContextCall:
 
     messages: how keys come and their gradients go; sequences: of the plan; used: the rank's rows in
     use of each; sums: the dtype in which outputs and gradients are added up; travels: that of
-    gradients in messages.
+    gradients in messages. together: launches of several parts each, of packed sequences.
     """
 
     messages: Around | Gathered
@@ -52,6 +54,12 @@ class ContextCall:
     sums: torch.dtype
     travels: torch.dtype
     stored: Stored | None = None
+    together: Together | None = None
+
+    def used_tokens(self, device: torch.device) -> Tensor:
+        """The rank's tokens in use, of launches."""
+        assert self.together is not None
+        return index_of(self.together.used, device)
 
     def carriers(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as parts read them and messages have them."""
@@ -100,21 +108,9 @@ class ContextAttention(torch.autograd.Function):
         of_q = q.dtype
         wide = of_q, k.dtype, v.dtype
         q, k, v = call.carriers(q, k, v)
-        begun, rows_of_parts = rows_of(call.messages.parts, q.shape[1])
-        running = Running.before(q, v, call.sums, sink, call.used)
-        running.is_begun = begun and len(call.sequences) == 1
-        marks = iter(rows_of_parts)
-        for visit in forward_visits(call.messages, k, v):
-            for part, mark in zip(visit.parts, marks, strict=False):
-                rows = call.sequences[part.sequence]
-                read = call.numbers(call.read(part, visit, q, bias))
-                if call.features.joins:
-                    running.attend(call.features, part, rows, read, mark)
-                    continue
-                found = forward_part(call.features, part, rows, read, call.stored)
-                running.add(rows.queries, part.queries, *found, mark)
-        sums, lse = running.sums
-        out = sums.to(of_q) if running.rounded is None else running.rounded
+        attend = _by_parts if call.together is None else _by_launches
+        sums, lse, rounded = attend(call, (q, k, v), sink, bias)
+        out = sums.to(of_q) if rounded is None else rounded
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.call, ctx.wide = call, wide
         ctx.set_materialize_grads(False)
@@ -132,7 +128,9 @@ class ContextAttention(torch.autograd.Function):
         with without_autocast(q.device.type), without_recipe():
             gradients.of_all(q, k, v, bias, merged)
         dsink = None
-        if sink is not None and sink_learns:
+        if sink is not None and sink_learns and call.together is not None:
+            dsink = sink_gradient_of_rows(sink, merged, call.used_tokens(q.device))
+        elif sink is not None and sink_learns:
             dsink = sink_gradient(sink, merged, call.used)
         dq, dbias = gradients.of_queries, gradients.of_bias
         dk, dv = gradients.keys(k, v)
@@ -145,6 +143,51 @@ class ContextAttention(torch.autograd.Function):
             dsink,
             None if dbias is None or bias is None else dbias.to(bias.dtype),
         )
+
+
+Forward = tuple[Tensor, Tensor, Tensor | None]  # sums of outputs, LSEs, rounded outputs
+
+
+def _by_parts(
+    call: ContextCall, carriers: tuple[Tensor, ...], sink: Tensor | None, bias: Tensor | None
+) -> Forward:
+    """The forward by one part after another."""
+    q, k, v = carriers
+    begun, rows_of_parts = rows_of(call.messages.parts, q.shape[1])
+    running = Running.before(q, v, call.sums, sink, call.used)
+    running.is_begun = begun and len(call.sequences) == 1
+    marks = iter(rows_of_parts)
+    for visit in forward_visits(call.messages, k, v):
+        for part, mark in zip(visit.parts, marks, strict=False):
+            rows = call.sequences[part.sequence]
+            read = call.numbers(call.read(part, visit, q, bias))
+            if call.features.joins:
+                running.attend(call.features, part, rows, read, mark)
+                continue
+            found = forward_part(call.features, part, rows, read, call.stored)
+            running.add(rows.queries, part.queries, *found, mark)
+    return *running.sums, running.rounded
+
+
+def _by_launches(
+    call: ContextCall, carriers: tuple[Tensor, ...], sink: Tensor | None, bias: Tensor | None
+) -> Forward:
+    """The forward by launches of several parts each."""
+    q, k, v = carriers
+    together, joins = call.together, call.features.joins
+    assert together is not None and bias is None
+    used = None if sink is None else call.used_tokens(q.device)
+    rows = (sink, used, together.covered)
+    running = RunningRows.before(q, v, call.sums, joins, *rows)
+    for visit in call.messages.visits(k, v):
+        ((k, v),) = visit.held
+        for launch in visit.launches:
+            read = call.numbers(Attended(q, k, v, None))
+            if joins:
+                running.attend(call.features, launch, read)
+            else:
+                running.add(call.features, launch, read, call.stored)
+    return running.sums, running.lse, running.rounded
 
 
 @dataclass(eq=False)
@@ -189,10 +232,15 @@ class Gradients:
             self._of_rounds(messages, messages.returning, (q, k, v), merged)
         else:
             self._of_visits(q, k, v, bias, merged)
+        whole = self.of_queries is None and len(self.call.sequences) == 1
         for place, sums in self.row_sums.items():
-            if (dq := sums.end()) is not None:
-                rows = self.call.sequences[place].queries
-                self.add_queries(q, rows, Span(0, dq.shape[1]), dq)
+            if (dq := sums.end(rounds=whole)) is None:
+                continue
+            if whole:
+                self.of_queries = dq
+                return
+            rows = self.call.sequences[place].queries
+            self.add_queries(q, rows, Span(0, dq.shape[1]), dq)
 
     def _of_rounds(
         self, around: Around, rounds: Rounds, operands: tuple[Tensor, ...], merged: Merged
@@ -204,7 +252,8 @@ class Gradients:
             (pair,) = self.of_visit(visit, q, None, merged)
             return pair
 
-        dtypes = self.call.sums, self.call.travels
+        stored = self.call.stored
+        dtypes = self.call.sums, self.call.travels, k.dtype if stored is None else stored.wide
         self.of_keys = sums_of_rounds(around, rounds, (k, v), made_of, dtypes)
 
     def _of_visits(
@@ -236,6 +285,9 @@ class Gradients:
         self, visit: Visit, q: Tensor, bias: Tensor | None, merged: Merged
     ) -> Iterator[Pair]:
         """Gradients of the keys at hand, for each sequence of the plan; all others are added."""
+        if self.call.together is not None:
+            yield self._of_launches(visit, q, merged)
+            return
         learns = self.of_bias is not None
         found: list[Pair | None] = [None] * len(visit.held)
         for part in visit.parts:
@@ -255,6 +307,20 @@ class Gradients:
                 cut(self.of_bias, part, rows).add_(made["dbias"])
         for place, pair in enumerate(found):
             yield self._zero(visit, place) if pair is None else pair
+
+    def _of_launches(self, visit: Visit, q: Tensor, merged: Merged) -> Pair:
+        """Gradients of the keys at hand by launches; those of queries are added."""
+        ((k, v),), call, rows = visit.held, self.call, Rows(slice(None), slice(None))
+        found: Pair | None = None
+        for launch in visit.gradients:
+            read = call.widened(Attended(q, k, v, None))
+            made = gradients_of(call.features, launch, read, merged)
+            self.add_queries(q, rows, Span(0, q.shape[1]), made["dq"])
+            own = made["dk"].to(call.sums), made["dv"].to(call.sums)
+            for total, x in zip(found or (), own, strict=found is not None):
+                total.add_(x)
+            found = found or own
+        return found or self._zero(visit, 0)
 
     def _in_row_sums(
         self,

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...call.context_order import Order
 from ...errors import SpecError
-from .context_calls import INDICES_KEPT
+from .context_plans import INDICES_KEPT
 
 Move = Callable[[Tensor], Tensor]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...call.context_launches import Launch
 from ...call.context_rounds import Region, Rounds
 from ...call.context_steps import Part, Span, Step
 from ...call.context_visits import spans_of
@@ -29,12 +30,15 @@ Parcel = tuple[Tensor | None, int]  # what goes to a rank, or comes from it
 @dataclass(frozen=True, eq=False)
 class Visit:
     """Keys and values that are at hand, of each sequence of the plan from the first that is needed,
-    and the parts that read them. into: where gradients of an only part's keys may be written."""
+    and the parts that read them. into: where gradients of an only part's keys may be written.
+    launches, gradients: those over packed tokens, whose keys are the only ones held."""
 
     parts: tuple[Part, ...]
     spans: list[Span]
     held: list[Pair]
     into: Pair | None = None
+    launches: tuple[Launch, ...] = ()
+    gradients: tuple[Launch, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

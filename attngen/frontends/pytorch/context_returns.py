@@ -16,23 +16,24 @@ from ...call.context_steps import Span
 from .context_arrivals import AHEAD, Arriving, cut_pair
 from .context_messages import Around, Pair, Visit
 
-Dtypes = tuple[torch.dtype, torch.dtype]
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 Made = Callable[[Visit], Pair]  # gradients of a visit's keys
 
 
 class KeySums:
     """Sums of a rank's dK and dV, [b, t, h, d] like k and v. What comes first to a place is written
-    there, and the rest is added."""
+    there, and the rest is added: the last to come when the sums are rounded, in one pass."""
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         self._sums = k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
         self._there: list[Span] = []
+        self._held: list[tuple[Span, Pair]] = []  # are not added yet; no two meet
 
     def place(self, span: Span) -> Pair | None:
         """Where gradients of these keys are to be written, None where some are there."""
         if any(there for _, there in self._pieces(span)):
             return None
-        return self._cut(span)
+        return _cut(self._sums, span)
 
     def take(self, span: Span, pair: Pair, place: Pair | None) -> None:
         """Add gradients of these keys, which are there already if they are the `place`."""
@@ -42,35 +43,73 @@ class KeySums:
             self.add(span, pair)
 
     def add(self, span: Span, pair: Pair) -> None:
-        """Add gradients of these keys."""
+        """Add gradients of these keys, which nobody writes to any more."""
+        meet = [each for each in self._held if _meets(span, each)]
+        self._held = [each for each in self._held if not _meets(span, each)]
+        for each in meet:
+            self._add(*each)
+        if all(there for _, there in self._pieces(span)):
+            self._held.append((span, pair))
+        else:
+            self._add(span, pair)
+
+    def end(self, dtype: torch.dtype) -> Pair:
+        """All sums, rounded, 0 of keys that nobody has seen."""
+        k, v = self._sums
+        whole = Span(0, k.shape[1])
+        if dtype == k.dtype:
+            for each in self._held:
+                self._add(*each)
+            self._write(self._sums, whole, [])
+            return self._sums
+        rounded = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
+        for span, pair in self._held:
+            own = _cut(rounded, span), _cut(self._sums, span), pair
+            for to, total, x in zip(*own, strict=True):
+                torch.add(total, x, out=to)
+        self._write(rounded, whole, [span for span, _ in self._held])
+        return rounded
+
+    def _write(self, into: Pair, whole: Span, written: list[Span]) -> None:
+        """Write sums to all places but those that are written, 0 where there are none."""
+        edges = sorted({*whole, *(edge for span in (*self._there, *written) for edge in span)})
+        for span in map(Span, edges, edges[1:]):
+            if any(_within(span, x) for x in written):
+                continue
+            there = any(_within(span, x) for x in self._there)
+            for to, total in zip(_cut(into, span), _cut(self._sums, span), strict=True):
+                if not there:
+                    to.zero_()
+                elif into is not self._sums:
+                    to.copy_(total)
+
+    def _add(self, span: Span, pair: Pair) -> None:
         for piece, there in self._pieces(span):
-            begin, end = piece.begin - span.begin, piece.end - span.begin
-            for total, x in zip(self._cut(piece), pair, strict=True):
-                own = x[:, begin:end]
-                total.add_(own) if there else total.copy_(own)
+            own = _cut(pair, Span(piece.begin - span.begin, piece.end - span.begin))
+            for total, x in zip(_cut(self._sums, piece), own, strict=True):
+                total.add_(x) if there else total.copy_(x)
             if not there:
                 self._there.append(piece)
-
-    def end(self) -> Pair:
-        """All sums, 0 of keys that nobody has seen."""
-        k, _ = self._sums
-        for piece, there in self._pieces(Span(0, k.shape[1])):
-            for total in self._cut(piece) if not there else ():
-                total.zero_()
-        return self._sums
-
-    def _cut(self, span: Span) -> Pair:
-        dk, dv = (x[:, span.begin : span.end] for x in self._sums)
-        return dk, dv
 
     def _pieces(self, span: Span) -> list[tuple[Span, bool]]:
         """A span in pieces, and whether sums of each are there."""
         edges = {edge for x in self._there for edge in x if span.begin < edge < span.end}
         pieces = [Span(a, b) for a, b in pairwise(sorted({*span, *edges}))]
-        return [
-            (piece, any(x.begin <= piece.begin and piece.end <= x.end for x in self._there))
-            for piece in pieces
-        ]
+        return [(piece, any(_within(piece, x) for x in self._there)) for piece in pieces]
+
+
+def _cut(pair: Pair, span: Span) -> Pair:
+    dk, dv = (x[:, span.begin : span.end] for x in pair)
+    return dk, dv
+
+
+def _within(span: Span, other: Span) -> bool:
+    return other.begin <= span.begin and span.end <= other.end
+
+
+def _meets(span: Span, held: tuple[Span, Pair]) -> bool:
+    other, _ = held
+    return other.begin < span.end and span.begin < other.end
 
 
 def sums_of_rounds(
@@ -78,11 +117,12 @@ def sums_of_rounds(
 ) -> Pair:
     """The sums of dK and dV of a rank's keys.
 
-    operands: these, k and v; made_of: makes gradients of the keys at hand; dtypes: of sums, and of
-    gradients in messages, which are waited for as late as two rounds behind theirs.
+    operands: these, k and v; made_of: makes gradients of the keys at hand; dtypes: of sums, of
+    gradients in messages, which are waited for as late as two rounds behind theirs, and of the
+    result.
     """
     k, v = operands
-    sums_dtype, travels = dtypes
+    sums_dtype, travels, result = dtypes
     sums, like = KeySums(k, v, sums_dtype), (k.transpose(0, 1), v.transpose(0, 1))
     returning: deque[tuple[list[Any], list[tuple[Span, Pair]]]] = deque()
 
@@ -109,7 +149,7 @@ def sums_of_rounds(
             finish()
     while returning:
         finish()
-    return sums.end()
+    return sums.end(result)
 
 
 def _has(span: Span, places: dict[int, Span], step: int) -> bool:

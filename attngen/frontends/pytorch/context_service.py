@@ -59,6 +59,8 @@ def _against_kernels(part: Mapping[str, Any], stored: Stored | None) -> Iterator
     yield from refusals(AttentionCall(**part, out_dtype=torch.float32))
     if stored is not None:
         q, k, v = map(stored.numbers, stored.carriers)
+        if part.get("layout") == "thd":
+            q, k, v = (x.squeeze(0) for x in (q, k, v))
         carriers = {"q": q, "k": k, "v": v, "out_dtype": stored.wide}
         yield from refusals(AttentionCall(**{**part, **stored.descales, **carriers}))
     widest = max(part[name].shape[-1] for name in "qv")

@@ -30,6 +30,7 @@ from .context_calls import (
     bias_of,
     context_call,
     features_of,
+    packed_of,
     sink_of,
     slopes_of,
 )
@@ -134,6 +135,13 @@ def _over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Output [b, t, h, d] and LSE [b, h, t] of ranks that hold the same heads. heads: of all, where
     these hold some."""
+    if not asked.packed and (together := packed_of(asked)) is not None:
+        batch = len(asked.q)
+        out, lse = _over_positions(
+            together, order, ranks, gathers, state, first_head, reduce_dtype, heads
+        )
+        out = out.unflatten(1, (batch, -1)).squeeze(0)
+        return out, lse.unflatten(2, (batch, -1)).squeeze(0).transpose(0, 1)
     stored = stored_of(asked, order, ranks)
     features = features_of(asked, state, first_head, heads or asked.q.shape[2], stored)
     call = context_call(asked, order, ranks, gathers, features, reduce_dtype)

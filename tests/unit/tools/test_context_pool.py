@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tools.context_pool import Pool
+from tools import context_parallel
+from tools.context_pool import Outcome, Pool
 
 
 def work(case: str) -> float:
@@ -43,3 +45,33 @@ def test_a_fault_costs_one_case_and_a_start() -> None:
         assert pool.starts == 4
     finally:
         pool.close()
+
+
+class Known:
+    """A pool of two ranks whose first case ends a process, and whose second one is wrong on one."""
+
+    def __init__(self, *_: object) -> None:
+        self.asked = 0
+
+    def run(self, asked: tuple[str, object]) -> Outcome:
+        self.asked += 1
+        if self.asked == 1:
+            return Outcome((), "rank 0: its process ended")
+        _, case = asked
+        ranks = [{"case": str(case), "right": right} for right in (True, self.asked != 2)]
+        return Outcome(tuple(ranks))
+
+    def close(self) -> None:
+        pass
+
+
+def test_cases_without_results_and_of_one_wrong_rank_are_wrong(monkeypatch, tmp_path) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(context_parallel, "Pool", Known)
+    monkeypatch.setattr(context_parallel, "write", lambda *given: written.append(given))
+    options = argparse.Namespace(what="check", gpus=2, limit=1.0, output=tmp_path / "found")
+    assert context_parallel.in_pool(options) == 2
+    _, name, lines = written.pop()  # type: ignore[misc]
+    first, second, *others = lines
+    assert name == "check, 2 GPUs" and "process ended" in first["fault"]
+    assert not (first["right"] or second["right"]) and all(x["right"] for x in others)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from attngen.call.context_steps import Span
 from attngen.frontends.pytorch.context_returns import KeySums
 
 
-def test_what_comes_first_is_written_and_the_rest_added() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_what_comes_first_is_written_and_the_rest_added(dtype) -> None:
     k, v = torch.full((2, 7, 1, 3), torch.nan), torch.full((2, 7, 1, 2), torch.nan)
     sums = KeySums(k, v, torch.float64)
     wanted = torch.zeros(7)
@@ -27,6 +29,6 @@ def test_what_comes_first_is_written_and_the_rest_added() -> None:
     assert sums.place(Span(3, 6)) is None and sums.place(Span(5, 6)) is not None
     sums.take(Span(4, 6), pair(Span(4, 6), 4), None)
     sums.add(Span(0, 5), pair(Span(0, 5), 8))
-    for x in sums.end():
-        assert x.dtype == torch.float64
-        assert torch.equal(x, wanted.double()[None, :, None, None].expand_as(x))
+    for x in sums.end(dtype):
+        assert x.dtype == dtype
+        assert torch.equal(x, wanted.to(dtype)[None, :, None, None].expand_as(x))

@@ -15,6 +15,8 @@ from attngen.call.context_order import Order
 from attngen.frontends.pytorch import (
     context_calls,
     context_heads,
+    context_launches,
+    context_plans,
     context_sdpa,
     context_sharding,
     context_strategies,
@@ -203,9 +205,24 @@ def test_modules_attend_over_a_mesh(alone: None) -> None:
 def test_calls_again_make_no_plan_and_no_index(alone: None, comm: parallel.Comm) -> None:
     q, k, v = operands()
     first = parallel.attention(q, k, v, comm=comm, mask="causal", window=(5, 0))
-    parts = (context_calls._plans, context_calls._parts, context_calls._index)
+    parts = (context_plans.plans_of, context_plans.parts_of, context_plans.index_of)
     kept = (*parts, context_heads._indices)
     before = [each.cache_info().misses for each in kept]
     again = parallel.attention(q, k, v, comm=comm, mask="causal", window=[5, 0])
+    assert [each.cache_info().misses for each in kept] == before and sum(before)
+    assert isinstance(first, torch.Tensor) and torch.equal(first, again)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_packed_calls_again_bring_nothing_to_the_device(alone: None, comm: parallel.Comm) -> None:
+    """Neither a plan, nor the integers of a launch."""
+    q, k, v = (x.flatten(0, 1) for x in operands())
+    ends = torch.tensor([0, 2, 6, len(q)], dtype=torch.int32)
+    given: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    first = parallel.attention(q, k, v, comm=comm, mask="causal", **given)
+    launched = context_plans.launches_around, context_plans.launches_over_all
+    kept = (*launched, context_launches.numbers_of, context_plans.index_of)
+    before = [each.cache_info().misses for each in kept]
+    again = parallel.attention(q, k, v, comm=comm, mask="causal", **given)
     assert [each.cache_info().misses for each in kept] == before and sum(before)
     assert isinstance(first, torch.Tensor) and torch.equal(first, again)  # type: ignore[arg-type]

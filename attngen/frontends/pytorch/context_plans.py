@@ -1,0 +1,76 @@
+"""Plans of calls over a group, kept by their lengths: a host takes as long to make some as kernels
+run."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...call import context_packed
+from ...call.context_launches import Form
+from ...call.context_order import Order
+from ...call.context_packed import Sent, Together, sent_of
+from ...call.context_rounds import Rounds, backward_rounds_of, rounds_of
+from ...call.context_steps import Length, Part, Step, parts_over_all, steps_of
+from ...call.context_visits import Bands
+
+PLANS_KEPT, INDICES_KEPT = 256, 32
+
+
+@lru_cache(PLANS_KEPT)
+def plans_of(
+    order: Order, lengths: tuple[Length, ...], bands: Bands, by_position: bool
+) -> tuple[tuple[Step, ...], ...]:
+    """The steps of every rank, which take a host as long as some kernels run. Raises: SpecError."""
+    given = bands._asdict()
+    ranks = range(order.ranks)
+    return tuple(steps_of(order, r, lengths, by_position=by_position, **given) for r in ranks)
+
+
+@lru_cache(PLANS_KEPT)
+def both_rounds_of(
+    order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, going: int
+) -> tuple[Rounds | None, Rounds | None]:
+    """The rounds of a rank's forward and of its backward, whose parts need no positions; None where
+    they go by steps."""
+    plans = plans_of(order, lengths, bands, False)
+    forward = rounds_of(plans, rank, going=going)
+    return forward, backward_rounds_of(plans, rank, splits=going > 0)
+
+
+@lru_cache(PLANS_KEPT)
+def parts_of(
+    order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands
+) -> tuple[Part, ...]:
+    """The parts of a rank over all keys. Raises: SpecError."""
+    return parts_over_all(order, rank, lengths, **bands._asdict())
+
+
+@lru_cache(INDICES_KEPT)
+def index_of(order: Order, rooms: tuple[int, ...], device: torch.device) -> Tensor:
+    """The place of each token among those of all ranks, on a device."""
+    with torch.inference_mode(False):
+        return torch.tensor(order.unshard(rooms), device=device)
+
+
+@lru_cache(PLANS_KEPT)
+def launches_around(
+    order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands, form: Form
+) -> tuple[Together, tuple[tuple[Sent, ...], ...]]:
+    """The launches of a rank, and what each rank reads of another's keys at each step."""
+    plans = plans_of(order, lengths, bands, form.by_position)
+    sent = tuple(
+        [tuple([sent_of(step.parts, lengths, order.ranks) for step in plan]) for plan in plans]
+    )
+    return context_packed.around(order, rank, plans, lengths, form), sent
+
+
+@lru_cache(PLANS_KEPT)
+def launches_over_all(
+    order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands, form: Form
+) -> Together:
+    """The launches of a rank that has the keys of all."""
+    parts = parts_of(order, rank, lengths, bands)
+    return context_packed.over_all(order, rank, parts, lengths, form)
