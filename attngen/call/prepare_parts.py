@@ -6,9 +6,11 @@ part's kernel adds to in a workspace that outlives it, become dQ behind the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from ..errors import CacheError
 from ..kernels.selection import made_by, maker_of, read_by
 from ..runtime.launch import prepare
 from ..runtime.load import LoadedKernel
@@ -55,20 +57,26 @@ class PreparedPart:
     """A part, and what is of all rows.
 
     before: makes D and the LSE of all rows; part: gradients of its keys, and sums of dQ; after:
-    turns these into float32 dQ of all rows, rounded: into dQ in q's dtype, None where kernels do
-    not; each is given the addresses of those of `KEPT` last that its kernels have. places: where
-    each of these begins in a workspace of so many bytes; shifts: bytes from there to the part's
-    rows. block: rows of a block, floats of its dQ, and parts that these are of.
+    turns these into float32 dQ of all rows, find_rounded: finds what turns them into dQ in q's
+    dtype, None where no kernel does; each is given the addresses of those of `KEPT` last that its
+    kernels have. places: where each of these begins in a workspace of so many bytes; shifts: bytes
+    from there to the part's rows. block: rows of a block, floats of its dQ, and parts that these
+    are of.
     """
 
     before: NamedLaunches
     part: NamedLaunches
     after: NamedLaunches
-    rounded: NamedLaunches | None
+    find_rounded: Callable[[], NamedLaunches | None]
     places: tuple[int, ...]
     shifts: tuple[int, ...]
     workspace_bytes: int
     block: tuple[int, int, int]
+
+    @cached_property
+    def rounded(self) -> NamedLaunches | None:
+        """The launch that turns sums into dQ in q's dtype, found once; None where there is none."""
+        return self.find_rounded()
 
     @property
     def form(self) -> tuple[int, ...]:
@@ -96,9 +104,15 @@ def prepare_part(
     kernels = _kernels_of(choose(call, device, q, k, v).kernels)
     if arguments.deterministic or kernels is None or not _has_whole_blocks(kernels, call, rows):
         return None
-    narrow = read(given, arguments._replace(out_dtype=None), _WANTED, gather)
-    rounding = _rounding_of(choose(narrow, device, q, k, v).kernels, kernels)
-    return _with_launches(call, kernels, rounding, rows, device)
+
+    def find_rounding() -> LoadedKernel | None:
+        narrow = read(given, arguments._replace(out_dtype=None), _WANTED, gather)
+        try:
+            return _rounding_of(choose(narrow, device, q, k, v).kernels, kernels)
+        except CacheError:  # of kernels that nobody may build here: sums are rounded by themselves
+            return None
+
+    return _with_launches(call, kernels, find_rounding, rows, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,11 +179,11 @@ def _has_whole_blocks(kernels: _Kernels, call: Backward, rows: AllRows) -> bool:
 def _with_launches(
     call: Backward,
     kernels: _Kernels,
-    rounding: LoadedKernel | None,
+    find_rounding: Callable[[], LoadedKernel | None],
     rows: AllRows,
     device: Device,
 ) -> PreparedPart:
-    """The launches of a part and of all rows. rounding: turns sums into dQ in q's dtype."""
+    """The launches of a part and of all rows. find_rounding: finds what rounds sums of dQ."""
     layout = call.arguments.layout
     tensors = {**rows.tensors, "dq": TensorDesc.contiguous(rows.tensors["q"].shape, "float32")}
     known = extents_of({n: x for n, x in tensors.items() if n not in ("lse", "dlse")}, layout)
@@ -197,6 +211,10 @@ def _with_launches(
             fixed=dict.fromkeys(OF_KEYS, 0),
         )
 
+    def rounding() -> NamedLaunches | None:
+        found = find_rounding()
+        return None if found is None else ending(found)
+
     return PreparedPart(
         before=NamedLaunches(
             device=device,
@@ -213,7 +231,7 @@ def _with_launches(
             counts_tiles="tile_counter" in kernels.main.kernel.workspace,
         ),
         after=ending(kernels.after),
-        rounded=None if rounding is None else ending(rounding),
+        find_rounded=rounding,
         places=tuple(offsets[name] for name in kept),
         shifts=tuple(rows.first // block * (bytes_of[name] // slots) for name in kept),
         workspace_bytes=size,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import attngen
-from attngen import AttentionSpec
+from attngen import AttentionSpec, CacheError
+from attngen.call import prepare_parts
 from attngen.frontends.pytorch.backward_parts import RowSums
 
 from . import gradients, oracle
@@ -94,3 +96,17 @@ def test_sums_are_rounded_as_they_end():
     assert sums.add(0, q, (k, v), into, {"mask": "causal", "out_dtype": "float32"})
     wide, narrow = sums.end(), sums.end(rounds=True)
     assert narrow.dtype == q.dtype and torch.equal(narrow, wide.to(q.dtype))
+
+
+def test_sums_without_a_kernel_that_rounds_stay_float32(monkeypatch):
+    """Where kernels may not be built, those of other gradients may be missing."""
+    (q, k, v, _, _), _, sums = run(128, 192, {})
+    into = tuple(torch.empty_like(x, dtype=torch.float32) for x in (k, v))
+    assert sums.add(0, q, (k, v), into, {"mask": "causal", "out_dtype": "float32"})
+    missing = mock.Mock(side_effect=CacheError("no kernel"))
+    monkeypatch.setattr(prepare_parts, "choose", missing)
+    prepared = sums._first
+    assert isinstance(prepared, prepare_parts.PreparedPart)
+    vars(prepared).pop("rounded", None)  # which an earlier call may have found
+    assert sums.end(rounds=True).dtype == torch.float32
+    vars(prepared).pop("rounded", None)

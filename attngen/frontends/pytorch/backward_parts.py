@@ -84,8 +84,8 @@ class RowSums:
         if self._first is None:
             return None
         after, dtype = self._first.after, torch.float32
-        if rounds and self._first.rounded is not None:
-            after, dtype = self._first.rounded, self._q.dtype
+        if rounds and (rounded := self._first.rounded) is not None:
+            after, dtype = rounded, self._q.dtype
         dq = self._q.new_empty(self._q.shape, dtype=dtype)
         _launch(after, {"dq": dq.data_ptr()}, self._kept)
         return dq
