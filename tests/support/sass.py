@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import files as files_of
 from pathlib import Path
@@ -48,13 +49,7 @@ def list_instructions(cubin: bytes) -> list[str]:
 def find_split_warpgroups(cubin: bytes) -> list[str]:
     """Branches that a vote of one warp decides and behind which the next of a warpgroup's
     instructions is another: its warps must all execute the same one, so a vote of all decides."""
-    code, labels = [], {}
-    for line in _run("nvdisasm", cubin, "-c").splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif found := _GUARDED.search(line):
-            code.append(found.groups(""))
-    after = [_successors(code, labels, i) for i in range(len(code))]
+    code, after = _read(cubin)
     # What a warp may meet first from an instruction on, itself included.
     first = [{i} if text.startswith(_OF_WARPGROUP) else set() for i, (_, text) in enumerate(code)]
     changed = True
@@ -76,6 +71,75 @@ def find_split_warpgroups(cubin: bytes) -> list[str]:
             if any(_is_voted(code, before, i, name) for name in names):
                 found.append(f"{guard} {text}")
     return found
+
+
+def _read(cubin: bytes) -> tuple[list[tuple[str, str]], list[list[int]]]:
+    """Guards and texts of the instructions, and which of them follow each."""
+    code: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in _run("nvdisasm", cubin, "-c").splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _GUARDED.search(line):
+            guard, text = found.groups("")
+            code.append((guard, text))
+    return code, [_successors(code, labels, i) for i in range(len(code))]
+
+
+def opcode_of(instruction: str) -> str:
+    """The first part of an instruction's opcode: `HMMA` of `HMMA.16816.F32 R4, R8, R2, R4`."""
+    return instruction.split()[0].partition(".")[0]
+
+
+def turn_of_loop(cubin: bytes, weigh: Callable[[str], tuple[int, ...]]) -> list[str]:
+    """Instructions of one turn of the loop that has the most products of warps, on the way of the
+    least weight; loops inside it are passed once. Nothing where no loop has products.
+
+    weigh: a weight of an instruction, by its text; weights add up, and are compared as tuples.
+    """
+    code, after = _read(cubin)
+    found: list[str] = []
+    for head in sorted({k for i, following in enumerate(after) for k in following if k <= i}):
+        turn = _least_turn(code, after, head, weigh)
+        if _products(turn) > _products(found):
+            found = turn
+    return found
+
+
+def _products(code: list[str]) -> int:
+    return sum(opcode_of(text) in ("HMMA", "QMMA") for text in code)
+
+
+def _least_turn(
+    code: list[tuple[str, str]],
+    after: list[list[int]],
+    head: int,
+    weigh: Callable[[str], tuple[int, ...]],
+) -> list[str]:
+    """Instructions from one to itself on the way of the least weight; nothing if there is none."""
+    order: list[int] = []  # each behind all that follow it, but for ways back
+    seen, ahead = {head}, [(head, iter(after[head]))]
+    while ahead:
+        i, following = ahead[-1]
+        if (k := next(following, None)) is None:
+            order.append(i)
+            ahead.pop()
+        elif k not in seen:
+            seen.add(k)
+            ahead.append((k, iter(after[k])))
+    nothing = tuple(0 for _ in weigh(code[head][1]))
+    least: dict[int, tuple[tuple[int, ...], int]] = {}
+    for i in order:
+        ways = [(nothing, head)] if head in after[i] else []
+        ways += [(least[k][0], k) for k in after[i] if k in least and k != head]
+        if ways:
+            weight, k = min(ways)
+            own = weigh(code[i][1])
+            least[i] = (tuple(a + b for a, b in zip(own, weight, strict=True)), k)
+    turn = [head] if head in least else []
+    while turn and least[turn[-1]][1] != head:
+        turn.append(least[turn[-1]][1])
+    return [code[i][1] for i in turn]
 
 
 def _successors(code: list[tuple[str, str]], labels: dict[str, int], i: int) -> list[int]:
