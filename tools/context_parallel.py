@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
 HEADS, HEADS_KV, DIM = 16, 8, 128
 ROUNDS, WARM = 20, 5
 TOKENS = 8192  # of a rank, simulated
-SIMULATED = (2, 4, 8)  # ranks
+SIMULATED, PACKED = (2, 4, 8), 16  # ranks; and sequences of packed calls
 LONG = 1 << 20  # tokens, of which memory is measured
 LONG_CHECKED = 4096  # tokens of whose calls all heads are held in float64 at once
 INNER, MOST_LONG = 2, 4  # ranks: that exchange heads by a2a+p2p; whose long calls are checked
@@ -198,19 +198,36 @@ def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return float(taken)
 
 
-def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
+def lengths_of(tokens: int, ranks: int, count: int) -> list[int]:
+    """So many lengths of all tokens, of which some are four times as long as others, and all a
+    multiple of two chunks a rank."""
+    shares, multiple = [place % 4 + 1 for place in range(count)], 2 * ranks
+    *lengths, _ = (tokens * x // sum(shares) // multiple * multiple for x in shares)
+    return [*lengths, tokens - sum(lengths)]
+
+
+def simulate(ranks: int, sequences: int = 1, rounds: int = ROUNDS // 2) -> dict[str, Any]:
     """Times of a causal call's ranks, one after another, and an equal share of one call's, in
     milliseconds: of the longest rank, the smaller of means before and behind the one call's. All
-    are replays of CUDA graphs, for which nobody waits for the host."""
+    are replays of CUDA graphs, for which nobody waits for the host. sequences: packed ones of all
+    tokens, where they are several."""
     *operands, d_out = tensors(TOKENS * ranks)
     given: dict[str, Any] = {"mask": "causal"}
-    simulated = [*ranks_of(Order("dual_chunk", ranks), operands, given, [])]
-    alone = partial(attngen.attention, **given)
-    found: dict[str, Any] = {"ranks": ranks, "tokens a rank": TOKENS}
+    of_one = {**given}
+    if sequences > 1:
+        *operands, d_out = (x.squeeze(0) for x in (*operands, d_out))
+        lengths = lengths_of(TOKENS * ranks, ranks, sequences)
+        ends = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
+        given |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        of_one = {**given, "cu_seqlens_q": ends.cuda(), "cu_seqlens_kv": ends.cuda()}
+    order = Order("dual_chunk", ranks)
+    simulated = [*ranks_of(order, operands, given, [], receives=True)]
+    alone, own = partial(attngen.attention, **of_one), d_out.narrow(d_out.ndim - 3, 0, TOKENS)
+    found: dict[str, Any] = {"ranks": ranks, "tokens a rank": TOKENS, "sequences": sequences}
 
     def both_of(rank: Simulated) -> None:
         out, _ = rank.run()
-        torch.autograd.grad(out, rank.leaves, d_out[:, : out.shape[1]])
+        torch.autograd.grad(out, rank.leaves, own)
 
     def forward_of(rank: Simulated) -> None:
         with torch.no_grad():
@@ -224,10 +241,10 @@ def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
         "forward": (forward_of, forward_alone),
         "both": (both_of, lambda: results(alone, operands, d_out)),
     }
-    for name, (of_rank, of_one) in calls.items():
+    for name, (of_rank, whole) in calls.items():
         graphs = [captured(partial(of_rank, rank)) for rank in simulated]
         times = [milliseconds(graph, rounds) for graph in graphs]
-        share = milliseconds(captured(of_one), rounds) / ranks
+        share = milliseconds(captured(whole), rounds) / ranks
         again = [milliseconds(graph, rounds) for graph in graphs]
         longest = min(max(times), max(again))
         found |= {name: longest, f"{name}, a share of one call's": share}
@@ -315,8 +332,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.what == "simulate":
         lines = []
-        for ranks in SIMULATED:
-            lines.append(simulate(ranks))
+        for ranks, sequences in product(SIMULATED, (1, PACKED)):
+            lines.append(simulate(ranks, sequences))
             print(lines[-1], flush=True)
         write(options.output, "simulate", lines)
         return 0

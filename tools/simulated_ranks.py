@@ -36,11 +36,14 @@ from attngen.frontends.pytorch.context_together import AroundTogether, add_token
 class InPlace(Around):
     """Keys of ranks that are all at hand, and sums of the gradients that are sent to each.
 
-    held: of every rank; sums: of gradients that others make of its keys.
+    held: of every rank; sums: of gradients that others make of its keys, to which these are added
+    where they are made, for checks; received: for times, by step what stands for gradients that
+    others send, which are added where they are received, None for checks.
     """
 
     held: list[Pair] = field(default_factory=list)
     sums: list[Pair] = field(default_factory=list)
+    received: dict[int, Pair] | None = None
     regions: dict[int, Pair] = field(default_factory=dict)  # with what came once, by identity
     keeps_regions: bool = True
 
@@ -64,12 +67,28 @@ class InPlace(Around):
     def give(
         self, steps: Sequence[int], made: Mapping[int, Pair], like: Pair, dtype: torch.dtype
     ) -> tuple[list[Any], list[tuple[Span, Pair]]]:
+        if self.received is not None:
+            return [], [*self._received(steps, like, dtype)]
         for number in made:  # each rank receives as much as it sends, in the mean
             _, source = self.around(number)
             (span,) = self.spans(self.rank, number)
             for total, x in zip(self.sums[source], made[number], strict=True):
                 total[:, span.begin : span.end].add_(x.to(dtype).transpose(0, 1))
         return [], []
+
+    def _received(
+        self, steps: Sequence[int], like: Pair, dtype: torch.dtype
+    ) -> Iterator[tuple[Span, Pair]]:
+        """Stand-ins of gradients of the rank's keys, made once."""
+        assert self.received is not None
+        for number in steps:
+            reader, _ = self.around(number)
+            (span,) = self.spans(reader, number)
+            if len(span) and number not in self.received:
+                dk, dv = (x.new_zeros(len(span), *x.shape[1:], dtype=dtype) for x in like)
+                self.received[number] = dk, dv
+            if len(span):
+                yield span, self.received[number]
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Any:
         source = (self.rank - number) % len(self.plans)
@@ -138,11 +157,13 @@ def ranks_of(
     given: dict[str, Any],
     sums: list[Pair],
     keeps_regions: bool = True,
+    receives: bool = False,
 ) -> Iterator[Simulated]:
     """The ranks of a call over [1, s, h, d], or over packed tokens, by kernels. sums: an empty
     list, which gets float32 tensors to which they add gradients of keys that others hold, two for
     each of these. keeps_regions: whether keys that come are copied once, which takes later runs no
-    time."""
+    time; receives: whether rounds add stand-ins of gradients to sums of their rank, as one of a
+    group does, and nothing to `sums`."""
     q, *_ = operands
     packed = given.get("layout") == "thd"
     axis, device = 0 if packed else 1, q.device
@@ -177,6 +198,10 @@ def ranks_of(
         else:
             rounds = around.rounds, around.returning
             messages = InPlace(
-                *known, *rounds, held=held, sums=sums, keeps_regions=keeps_regions
+                *(*known, *rounds),
+                held=held,
+                sums=sums,
+                received={} if receives else None,
+                keeps_regions=keeps_regions,
             )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

@@ -36,3 +36,10 @@ def test_case_is_served_by_its_strategy(ranks: int, case: context_parallel.Case)
     assert len(call.used) == len(case.lengths) and call.features.by_position == (
         "dropout_p" in case.given
     )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_lengths_of_packed_calls_are_all_tokens_and_can_be_cut(ranks: int) -> None:
+    lengths = context_parallel.lengths_of(8192 * ranks, ranks, 16)
+    Order("dual_chunk", ranks).check(lengths)
+    assert len(lengths) == 16 and sum(lengths) == 8192 * ranks and min(lengths) > 0
