@@ -141,14 +141,12 @@ def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
     if len(kernels) != 3:
         return None
     before, main = maker_of("d", kernels), maker_of("dk", kernels)
-    summed = "dq_added" if main and "dq_added" in made_by(main.kernel) else "dq_acc"
-    after = next((each for each in kernels if summed in read_by(each.kernel)), None)
-    if before is None or main is None or after is None:
+    if before is None or main is None or (after := _rounder_of(main, kernels)) is None:
         return None
     names = {field.name for field in main.kernel.fields} | {*main.kernel.workspace}
     alone = not names & {"o", "lse", "map_o", "map_dq", "dkv_acc"} and {"lse_log2", "d"} <= names
     dense = (main.kernel.q_seq, main.kernel.kv_seq) == ("dense", "dense")
-    if not (alone and dense and summed in made_by(main.kernel)):
+    if not (alone and dense and _sums_of(main) in made_by(main.kernel)):
         return None
     # Whoever is in front of a part is no kernel that it may overtake.
     entry = replace(main.kernel, dependent=False)
@@ -156,12 +154,21 @@ def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
     return _Kernels(before, replace(main, kernel=entry), after, kept)
 
 
+def _sums_of(main: LoadedKernel) -> str:
+    """The workspace that says that all tiles have added to sums of dQ: one of its own, or these."""
+    return "dq_added" if "dq_added" in made_by(main.kernel) else "dq_acc"
+
+
+def _rounder_of(main: LoadedKernel, kernels: Sequence[LoadedKernel]) -> LoadedKernel | None:
+    """The kernel that reads what the main one has added to."""
+    return next((x for x in kernels if _sums_of(main) in read_by(x.kernel)), None)
+
+
 def _rounding_of(found: Sequence[LoadedKernel], kernels: _Kernels) -> LoadedKernel | None:
     """The kernel of a backward in 16 bits that rounds sums of dQ, if they lie as those of float32
     kernels do, and it needs nothing else."""
     main = maker_of("dk", found)
-    after = next((each for each in found if "dq_acc" in read_by(each.kernel)), None)
-    if main is None or after is None:
+    if main is None or (after := _rounder_of(main, found)) is None:
         return None
     pointers = {field.name for field in after.kernel.fields if field.type == "ptr"}
     alike = replace(kernels, main=main, after=after).form == kernels.form
