@@ -25,24 +25,39 @@ sys.path.insert(0, str(ROOT))
 
 from attngen.bench.machine import describe_machine  # noqa: E402  # a checkout not installed, too
 from attngen.io.values import to_data  # noqa: E402
+from attngen.targets.target import names, of_capability  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
 SCHEMA = 1
 SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8")
 TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in SUBJECTS)
 CASES = "b4-s4k-*,b1-s16k-*"
+GRADIENTS = "b4-s4k-*"  # whose check in float64 takes little memory, too: 20 GB at 16k
 DECODES = "b16-*-p64,b1-*-kv64k-p64"  # that fit small memories, too
+
+
+def missing() -> str | None:
+    """Why there is nothing to check on this machine; None where there is."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and PyTorch sees none; `python -m attngen doctor` says more"
+    major, minor = torch.cuda.get_device_capability()
+    if of_capability((major, minor)) is None:
+        return f"no kernels for compute capability {major}.{minor}; there are: {', '.join(names())}"
+    return None
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """Commands to run, by their names; reports are left in the folder."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     bench = ["-m", "attngen", "bench"]
-    options = ["--cases", CASES, "--peers", "sdpa", "--json"]
+    options = ["--peers", "sdpa", "--json"]
+    gradients = str(folder / "speed_of_gradients.json")
     return {
         "tests": [*pytest, *TESTS, f"--junit-xml={folder / 'tests.xml'}"],
-        "speed": [*bench, "fwd", *options, str(folder / "speed.json")],
-        "speed_of_gradients": [*bench, "bwd", *options, str(folder / "speed_of_gradients.json")],
+        "speed": [*bench, "fwd", "--cases", CASES, *options, str(folder / "speed.json")],
+        "speed_of_gradients": [*bench, "bwd", "--cases", GRADIENTS, *options, gradients],
         "speed_of_decode": [
             *(*bench, "decode", "--cases", DECODES, "--peers", "cudnn", "--json"),
             str(folder / "speed_of_decode.json"),
@@ -68,10 +83,12 @@ def collect(folder: Path, exits: dict[str, int]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 where a test failed, or nothing was timed."""
+    """1 where a test failed, or nothing was timed; exits with 2 where nothing can be checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, required=True, help="file")
     options = parser.parse_args(arguments)
+    if why := missing():
+        parser.error(why)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exits = {}

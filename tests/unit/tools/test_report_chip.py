@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attngen.bench import decode_report, workloads
 from tests.support.paths import ROOT
@@ -22,6 +23,7 @@ def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
     found = report_chip.commands(tmp_path)
     assert all((ROOT / each).is_file() and each in found["tests"] for each in report_chip.TESTS)
     assert len(workloads.select(report_chip.CASES.split(","))) >= 8
+    assert len(workloads.select(report_chip.GRADIENTS.split(","))) >= 4
     decodes = workloads.select_named(report_chip.DECODES.split(","), decode_report.CASES)
     assert len(decodes) == 2
     for name in ("speed", "speed_of_gradients", "speed_of_decode"):
@@ -50,8 +52,36 @@ def test_main_writes_the_file_whatever_failed(
         ran.append(command[2])
         return SimpleNamespace(returncode=status, stdout="")
 
+    monkeypatch.setattr(report_chip, "missing", lambda: None)
     monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
     monkeypatch.setattr(subprocess, "run", run)
     assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
     assert ran == ["pytest", *["attngen"] * 3]
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "why"),
+    [
+        (False, (8, 0), "PyTorch sees none"),
+        (True, (7, 5), "no kernels for compute capability 7.5; there are: sm_90a"),
+        (True, (8, 9), None),
+    ],
+)
+def test_main_runs_nothing_where_there_are_no_kernels(
+    available: bool,
+    capability: tuple[int, int],
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if why is None:
+        assert report_chip.missing() is None
+        return
+    with pytest.raises(SystemExit) as caught:
+        report_chip.main(["-o", str(tmp_path / "x.json")])
+    assert caught.value.code == 2 and why in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
