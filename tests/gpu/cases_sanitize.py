@@ -15,6 +15,7 @@ from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
 from .cases_learned import CASES as LEARNED_CASES
 from .cases_made import CASES as MADE_CASES
+from .cases_placed import CASES as PLACED_CASES
 from .test_append import CASES as APPENDS
 from .test_dropout import rng_state
 from .test_fp8_backward import CASES as FP8_BACKWARDS
@@ -148,43 +149,6 @@ class PartsCase:
     def parts(self) -> tuple[slice, slice]:
         """Keys of each part."""
         return slice(0, self.cut), slice(self.cut, None)
-
-
-@dataclass(frozen=True)
-class PlacedCase:
-    """Packed sequences with gaps, each on a diagonal of its own, of which one sees nothing in the
-    first of two parts: gradients of all keys at once, and outputs that join."""
-
-    d: int
-    dropout_p: float = 0.0
-    sizes: tuple[tuple[int, int, int], ...] = ((40, 60, 9), (60, 30, -12), (20, 50, 30))
-    cut: int = 25
-
-    def __str__(self) -> str:
-        return f"placed-d{self.d}-p{self.dropout_p}-cut{self.cut}"
-
-    @property
-    def spec(self) -> attngen.AttentionSpec:
-        """The kernels of its gradients."""
-        return attngen.AttentionSpec(
-            head_dim=self.d,
-            layout="thd",
-            mask="causal",
-            positions=True,
-            dropout=self.dropout_p > 0,
-            directions=("fwd", "bwd"),
-        )
-
-    def arguments(self, begin: int, end: int) -> dict[str, Tensor]:
-        """Lengths and places of keys from one of each sequence to before another."""
-        keys = [max(0, min(end, x) - begin) for _, x, _ in self.sizes]
-        stands = [(n, begin, delta - begin, n) for n, (*_, delta) in enumerate(self.sizes)]
-        queries = [rows for rows, *_ in self.sizes]
-        ends_q, ends_kv = (torch.tensor([0, *x]).cumsum(0) for x in (queries, keys))
-        starts = torch.tensor([(70 * n, 64 * n + min(begin, 60)) for n in range(4)])
-        found = {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv, "places": torch.tensor(stands)}
-        found |= {"cu_seqlens_q_padded": starts[:, 0], "cu_seqlens_kv_padded": starts[:, 1]}
-        return {name: x.int().contiguous() for name, x in found.items()}
 
 
 @dataclass(frozen=True)
@@ -426,8 +390,7 @@ CASES = [
     *FP8_MIXED[:3],
     PartsCase(64, SMALL),
     PartsCase(128, SMALL),
-    PlacedCase(64),
-    PlacedCase(128, 0.2),
+    *PLACED_CASES,
     *LEARNED_CASES,
     *MADE_CASES,
     *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),

@@ -58,6 +58,7 @@ from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
 from tests.gpu.cases_learned import LearnedCase  # noqa: E402
 from tests.gpu.cases_made import MadeMaskCase, TokenCase  # noqa: E402
+from tests.gpu.cases_placed import PlacedCase  # noqa: E402
 from tests.gpu.cases_sanitize import (  # noqa: E402
     CASES,
     BackwardCase,
@@ -67,7 +68,6 @@ from tests.gpu.cases_sanitize import (  # noqa: E402
     LargeSplitCase,
     PagedCase,
     PartsCase,
-    PlacedCase,
     SoftcapCase,
 )
 from tests.gpu.hostile import Hostile, HostilePages, OnDevice  # noqa: E402
@@ -125,7 +125,7 @@ def run(case: AnyCase, device: torch.device) -> None:
     if isinstance(case, test_append.Case):
         test_append.check(case, device)
         return
-    if isinstance(case, MadeMaskCase | TokenCase):
+    if isinstance(case, MadeMaskCase | TokenCase | PlacedCase):
         case.check(device)
         return
     if isinstance(case, Hostile | HostilePages):
@@ -276,35 +276,6 @@ def run_parts(case: PartsCase, device: torch.device) -> None:
     gradients.check(found, (*operands, d_o), None)
 
 
-def run_placed(case: PlacedCase, device: torch.device) -> None:
-    """Run, as `run` does, packed sequences that stand where places say, whole and in two parts."""
-    q, k, v = (x[0] for x in oracle.operands(1, 4, 2, 210, 192, case.d, case.d, torch.bfloat16))
-    d_o = oracle.randn(*q.shape, dtype=torch.bfloat16, seed=9)
-    given: dict[str, Any] = {"layout": "thd", "mask": "causal"}
-    if case.dropout_p:
-        given |= {"dropout_p": case.dropout_p, "rng_state": torch.tensor([5, 6])}
-    whole = {**given, **case.arguments(0, 1 << 20)}
-    there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in whole.items()}
-    leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    result, aux = attngen.attention(*leaves, **there, return_lse=True, backend="cuda")
-    found = [x.cpu() for x in torch.autograd.grad(result, leaves, d_o.to(device))]
-    truth = oracle.truth(q, k, v, **whole)
-    oracle.check(result.detach().cpu(), aux.lse.detach().cpu(), truth, "thd")
-    gradients.check(found, [q, k, v, d_o], None, **whole)
-    out = torch.zeros(q.shape, dtype=torch.float32, device=device)
-    lse = out.new_full((q.shape[1], len(q)), -torch.inf)
-    rounded, marks = torch.zeros_like(leaves[0]), torch.tensor([1, 1, 1]).int().to(device)
-    for begin, end in ((0, case.cut), (case.cut, 1 << 20)):
-        part = {n: x.to(device) for n, x in case.arguments(begin, end).items()}
-        part["fragment_0"] = part.pop("places")
-        own = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
-        state = out, lse, rounded, marks + 1 * (begin > 0), True, True
-        operands = (x.detach() for x in leaves)
-        words = {"positions": "0 0 0 0 0", "out_dtype": "float32"}
-        torch.ops.attngen.forward_onto(*operands, *state, **own, **part, **words)
-    oracle.check(rounded.cpu(), lse.cpu(), truth, "thd")
-
-
 def run_learned(case: LearnedCase, device: torch.device) -> None:
     """Run, as `run` does, a call whose score learns what it captures."""
     check_learned(case.name, case.d, case.deterministic, device, mask=case.mask)
@@ -329,7 +300,6 @@ RUNNERS: dict[type, Callable[[Any, torch.device], None]] = {
     LargeSplitCase: run_large_split,
     LearnedCase: run_learned,
     PartsCase: run_parts,
-    PlacedCase: run_placed,
     SoftcapCase: run_softcap,
     Variant: run_variant,
 }
