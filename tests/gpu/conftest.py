@@ -29,6 +29,7 @@ from . import gradients, oracle
 from .cases import Case
 
 HANG_SECONDS = 150  # a test takes seconds; a kernel that never ends would hold the GPU for good
+KEPT_BYTES = 2 << 30  # that a process may keep for its next tests: dozens share a GPU
 HERE = Path(__file__).parent
 # By name, of what these kernels lack.
 REFUSALS = ("of mma.sync have no", "no tile of split keys fits")
@@ -185,6 +186,8 @@ def sound_device(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            if torch.cuda.memory_reserved() > KEPT_BYTES:
+                torch.cuda.empty_cache()
     except RuntimeError as error:
         pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
     finally:
