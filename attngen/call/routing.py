@@ -47,8 +47,8 @@ class _Traced:
 def _carriers(call: AttentionCall, traced: bool) -> tuple[Any, ...]:
     """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
     dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
-    say when it runs. Heads that are so wide that only kernels for few queries have them, and
-    operands that the copy engine alone reads, are looked at as they are."""
+    say when it runs. Wide heads, of which some have kernels for few queries alone, and operands
+    that the copy engine alone reads, are looked at as they are."""
     operands = call.q, call.k, call.v
     if not traced:
         return operands

@@ -23,6 +23,9 @@ from .program import ordered
 from .transforms import operation
 
 CONFIGS_KEPT = 4096
+# How a call does without gradients that kernels lack.
+IN_TORCH = "call under torch.no_grad()"
+IN_JAX = "pass operands through jax.lax.stop_gradient, or backend='reference'"
 Results = tuple[Array, ...]
 
 
@@ -78,7 +81,8 @@ def check_gradients(form: Form, values: list[Array], learned: list[str]) -> None
         way_out = "pass 16 bits to attngen.jax.fp8_attention"
         reasons.append(f"FP8 operands have no gradients in JAX: {way_out}")
     elif learned:
-        reasons += gradient_violations(operands, form.arguments, "bias" in learned)
+        found = gradient_violations(operands, form.arguments, "bias" in learned)
+        reasons += [x.replace(IN_TORCH, IN_JAX) for x in found]
     if LEARNED_SLOT in learned and form.arguments.deterministic:
         reasons.append(
             "score_mod learns what it captures, whose deterministic gradient is a sum of 64-bit "

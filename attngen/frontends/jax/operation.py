@@ -171,7 +171,8 @@ def _own_share(
 
 def on_kernels(*operands: Array, form: Form) -> list[Array]:
     """The operation by kernels, for a lowering for CUDA; by its definition where the GPU here runs
-    none of them, or its architecture has none for the call, unless this asks for kernels.
+    none of them, or its architecture has none for the call, or for its gradients, unless this asks
+    for kernels.
 
     Raises: SpecError, CompileError, CacheError.
     """
@@ -187,7 +188,8 @@ def on_kernels(*operands: Array, form: Form) -> list[Array]:
     try:
         prepared = program.prepared(device)
     except (SpecError, PlanError) as error:
-        if device.arch == DEFAULT.name:  # which serves what calls are not refused
+        # Which serves the outputs that calls are not refused; a trace says late that these learn.
+        if device.arch == DEFAULT.name and form.wanted is None:
             raise
         if form.strict:
             raise SpecError(error.reasons) from error

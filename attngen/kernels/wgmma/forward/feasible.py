@@ -347,7 +347,7 @@ def explain(
             " and a key is hidden" if choice.softmax.lazy_rescale_log2 == LAZY_LOG2_TRUSTING else ""
         ),
         *promoted,
-        ("two CTAs stride through tiles, " if choice.pairs else "tiles drawn from a counter, ")
+        ("tiles drawn from a counter, " + "by one of two CTAs for both, " * choice.pairs)
         + ("longest rows first" if problem.masks else "one head after another")
         + (", those of a last round of 128 rows" if cuts_tiles(problem, choice) else ""),
     )

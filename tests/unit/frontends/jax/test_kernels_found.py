@@ -92,3 +92,31 @@ def test_calls_that_an_architecture_has_no_kernels_for_run_their_definition(
     assert "custom_call @attngen" not in lower("auto")
     with pytest.raises(SpecError, match="sm_80"):
         lower("cuda")
+
+
+def test_gradients_that_have_no_kernels_run_their_definition(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of few queries, whose forward splits keys, and of values narrower than a backward has them
+    beside wide heads."""
+    wide, values = (jax.ShapeDtypeStruct((1, 9, 4, d), jnp.bfloat16) for d in (320, 64))
+    operation._say_defined.cache_clear()
+
+    def lower(backend: str) -> str:
+        def total(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, backend=backend).astype("float32").sum()
+
+        call = jax.jit(jax.grad(total, (0, 1, 2)))
+        return call.trace(wide, wide, values).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lower("auto").count("custom_call @attngen") == 1
+    assert "head_dim_v 64" in caplog.text
+    with pytest.raises(SpecError, match="head_dim_v 64"):
+        lower("cuda")
+
+
+def test_refused_gradients_name_what_jax_has() -> None:
+    wide, values = (jnp.zeros((1, 9, 4, d), jnp.bfloat16) for d in (576, 512))
+    with pytest.raises(SpecError, match="above 512 have none; .*stop_gradient") as refused:
+        jax.grad(lambda q: attention(q, wide, values).astype("float32").sum())(wide)
+    assert "torch" not in str(refused.value)
