@@ -22,13 +22,13 @@ from .context_messages import Around, Gathered, Pair, Visit
 AHEAD = 2  # rounds
 
 
-def forward_visits(messages: Around | Gathered, k: Tensor, v: Tensor) -> Iterator[Visit]:
-    """Keys as parts of a forward read them."""
+def forward_rounds(messages: Around | Gathered, k: Tensor, v: Tensor) -> Iterator[list[Visit]]:
+    """Keys as parts of a forward read them, of a round or of a step."""
     if not isinstance(messages, Around) or messages.rounds is None:
-        yield from messages.visits(k, v)
+        yield from ([visit] for visit in messages.visits(k, v))
         return
     for _, visits in Arriving(messages, messages.rounds, k, v).rounds():
-        yield from visits
+        yield visits
 
 
 class Arriving:

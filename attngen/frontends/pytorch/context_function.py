@@ -18,7 +18,8 @@ from ...call.context_visits import relative
 from ...call.recipe import without_recipe
 from .backward_parts import RowSums
 from .casts import without_autocast
-from .context_arrivals import forward_visits
+from .context_arrivals import forward_rounds
+from .context_lanes import Lanes
 from .context_launches import RunningRows, gradients_of, index_of, sink_gradient_of_rows
 from .context_messages import Around, Gathered, Pair, Visit, new_pair
 from .context_parts import (
@@ -157,15 +158,20 @@ def _by_parts(
     running = Running.before(q, v, call.sums, sink, call.used)
     running.is_begun = begun and len(call.sequences) == 1
     marks = iter(rows_of_parts)
-    for visit in forward_visits(call.messages, k, v):
-        for part, mark in zip(visit.parts, marks, strict=False):
-            rows = call.sequences[part.sequence]
-            read = call.numbers(call.read(part, visit, q, bias))
+    rounds = isinstance(call.messages, Around) and call.messages.rounds is not None
+    lanes = Lanes(q, q.shape[1], rounds and running.begins(call.features.joins, q.dtype))
+    for visits in forward_rounds(call.messages, k, v):
+        lanes.begin()
+        for at_hand, part in [(visit, part) for visit in visits for part in visit.parts]:
+            rows, mark = call.sequences[part.sequence], next(marks)
+            read = call.numbers(call.read(part, at_hand, q, bias))
             if call.features.joins:
-                running.attend(call.features, part, rows, read, mark)
+                with lanes.of(part.queries, (read.k, read.v)):
+                    running.attend(call.features, part, rows, read, mark)
                 continue
             found = forward_part(call.features, part, rows, read, call.stored)
             running.add(rows.queries, part.queries, *found, mark)
+    lanes.end()
     return *running.sums, running.rounded
 
 

@@ -301,6 +301,15 @@ class Running:
         own.lerp_(out, _by_row(share))
         whole.copy_(joined)
 
+    def begins(self, joins: bool, dtype: torch.dtype) -> bool:
+        """Make the memory of all rows, if each is begun by a part and kernels join; whether it is
+        there. dtype: of what these round."""
+        if joins and self.is_begun:
+            self._begin()
+            whole, _ = self.sums
+            self.rounded = torch.empty_like(whole, dtype=dtype)
+        return self.rounded is not None
+
     def _begin(self) -> None:
         """Make memory that nobody has written, where the first parts do and nothing is there."""
         if self._sums is None and self.is_begun:

@@ -1,0 +1,61 @@
+"""Streams of a forward's rounds: parts that share no rows run beside each other.
+
+Kernels of attention hold a GPU's multiprocessors until their last tile ends. A part on another
+stream begins on those that the one beside it leaves, so that a round has one end instead of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...call.context_steps import Span
+from .context_messages import Pair
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+class Lanes:
+    """The current stream for queries that go on with each round, up to the last one, and another
+    one for those that wait, which are others. rows: of the rank's queries."""
+
+    def __init__(self, q: Tensor, rows: int, several: bool) -> None:
+        self._rows = rows
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if several and q.is_cuda:
+            self._streams = torch.cuda.current_stream(q.device), _stream_of(q)
+
+    def begin(self) -> None:
+        """Let both go on with a round whose keys the current stream has waited for."""
+        if self._streams is not None:
+            here, beside = self._streams
+            beside.wait_stream(here)
+
+    @contextmanager
+    def of(self, queries: Span, keys: Pair) -> Iterator[None]:
+        """The stream for a part of these queries, which reads these keys."""
+        if self._streams is None or queries.end == self._rows:
+            yield
+            return
+        _, beside = self._streams
+        with torch.cuda.stream(beside):
+            yield
+        for x in keys:  # whose memory may go to others before all rounds have ended
+            x.record_stream(beside)
+
+    def end(self) -> None:
+        """Let the current stream wait for both."""
+        if self._streams is not None:
+            here, beside = self._streams
+            here.wait_stream(beside)
+
+
+def _stream_of(x: Tensor) -> torch.cuda.Stream:
+    """A stream of the tensor's device, the same one for all calls."""
+    place = x.get_device()
+    if place not in _streams:
+        _streams[place] = torch.cuda.Stream(x.device)
+    return _streams[place]
