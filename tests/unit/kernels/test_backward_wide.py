@@ -38,7 +38,9 @@ def test_plans_of_any_head_dims_fit_and_are_pairs():
             assert [plan.family for plan in pairs] == [*PAIRED]
             assert max(cta_columns(problem)) <= 256
             for plan in pairs:
-                assert plan.sends_ahead == (d % 8 == d_v % 8 == 0 and "bias" not in fields)
+                widest = max(cta_columns(problem)) == 256
+                boxed = d % 8 == d_v % 8 == 0
+                assert plan.sends_ahead == (widest and boxed and "bias" not in fields)
                 registers = plan.producer_registers + 2 * plan.consumer_registers
                 assert plan.pairs and (plan.threads, registers) == (384, REGISTERS)
                 assert plan.smem_bytes <= DEFAULT.cta_smem_bytes

@@ -15,6 +15,8 @@ BOX_COLUMNS = 64  # of 16 bits in 128 bytes
 AHEAD_BLOCKS = ((48, 4), (48, 3), (32, 4), (32, 3))
 # Measured with half of 512 columns each: 32 in three stages 1.08 to 1.16 times 48 in two.
 BLOCKS = ((64, 3), (48, 3), (64, 2), (32, 3), (48, 2), (32, 2))
+# Measured with half of 512 columns each 1.04 to 1.11, with half of 384 and 320 0.87.
+AHEAD_COLUMNS = 256
 AHEAD_OPERANDS = 208  # values of dQ, two blocks' S and dP, and packed dS that a thread may have
 
 
@@ -34,8 +36,9 @@ def cta_columns(problem: Problem) -> tuple[int, int]:
 
 
 def sends_ahead(problem: Problem) -> bool:
-    """Whether registers hold the sums of two blocks, so that what CTAs send each other is on its
-    way beside all products of a block."""
+    """Whether registers hold the sums of two blocks, and blocks are small, so that what CTAs send
+    each other is on its way beside all products of a block."""
     crowded = problem.gather or problem.bias or problem.attn_mask
     crowded = crowded or problem.dropout and problem.varlen
-    return is_wide(problem) and not crowded
+    widest = is_wide(problem) and max(cta_columns(problem)) == AHEAD_COLUMNS
+    return widest and not crowded
