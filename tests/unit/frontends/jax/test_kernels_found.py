@@ -97,8 +97,8 @@ def test_calls_that_an_architecture_has_no_kernels_for_run_their_definition(
 def test_gradients_that_have_no_kernels_run_their_definition(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of few queries, whose forward splits keys, and of values narrower than a backward has them
-    beside wide heads."""
+    """A call of few queries, whose forward splits keys, and one of values that are narrower than a
+    backward has them beside wide heads."""
     wide, values = (jax.ShapeDtypeStruct((1, 9, 4, d), jnp.bfloat16) for d in (320, 64))
     operation._say_defined.cache_clear()
 
