@@ -13,6 +13,8 @@ import pytest
 from attngen.call.append import TENSORS as OF_APPENDS
 from attngen.call.fp8_checks import BACKWARD_SCALES
 from attngen.call.fp8_gradients import MAXIMA
+from attngen.call.fragment_values import PLACED
+from attngen.call.ongoing import NAMES as OF_JOINS
 from attngen.call.prepare_cast import POINTERS as OF_CASTS
 from attngen.call.prepare_d_o import POINTERS as OF_BACKWARD_CASTS
 from attngen.call.table import INPUTS
@@ -41,7 +43,7 @@ from tools.corpus import flatten
 KNOWN = features.scan()
 OTHER = TARGETS["sm_80"]  # whose kernels are of another family
 NUMBERS = ("i32", "f32", "i64")
-RESULTS = {"o", "rounded", "lse", "max_logit", "amax_s", "amax_o"}
+RESULTS = {*OF_JOINS, "max_logit", "amax_s", "amax_o"}
 MASK = "capture int32 1 i\nload i 0 i\nload i 0 j\neq b v0 v1\nvalue v2\nslope f:0.0"  # documents
 PARTS_OF_MASKS = {"mask_row_map", "mask_column_map", "mask_blocks", "mask_shown"}
 RESULTS |= {"dq", "dk", "dv", "dbias", "dlearned", *MAXIMA}
@@ -59,6 +61,7 @@ def problems() -> tuple[Problem, ...]:
         AttentionSpec(128, window=True, directions=("bwd",)),
         AttentionSpec(64, dtype="e4m3", out_dtype="e4m3"),
         AttentionSpec(128, out_dtype="fp32", continues=True),
+        AttentionSpec(64, layout="thd", out_dtype="fp32", continues=True),
         AttentionSpec(64, dtype="e4m3", scaling="token"),
         AttentionSpec(128, mask_mod=LISTED, directions=("fwd", "bwd")),
         spec_of_mask(register_program(parse_program(MASK)).name),
@@ -108,7 +111,7 @@ def test_every_number_has_one_source() -> None:
 
 
 def test_every_address_is_one_of_a_tensor_or_a_workspace() -> None:
-    own = {*OF_APPENDS, *OF_CASTS, *OF_BACKWARD_CASTS}
+    own = {*OF_APPENDS, *OF_CASTS, *OF_BACKWARD_CASTS, PLACED}
     tensors = {*INPUTS, *own, *RESULTS, *GRADIENTS, *get_args(Workspace), *PARTS_OF_MASKS}
     for problem, source in sources():
         mapped = {recipe.field for recipe in source.kernel.tensor_maps}
