@@ -18,8 +18,6 @@ from .program_text import depends_on
 CAPTURED, NUMBER = "captured_", "number_"  # of the names of its fragment's operands
 UNIT, PER_UNIT = "score_unit", "score_per_unit"
 NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
-DIAGONAL = "kDiagonal"  # of places by distances
-_OF_DISTANCES = ("sub", "ge", "gt", "le", "lt", "eq", "ne")  # of two positions
 _REACH = {(): "kTile", ("i",): "kRow", ("j",): "kColumn"}  # of places by i and j
 _PLACES = {"b": "ctx.batch", "h": "ctx.head", "i": "at.i", "j": "at.j"}
 
@@ -47,20 +45,10 @@ def fragment_of(program: Program) -> Fragment:
         operands=tuple(operands),
         additive=program.additive,
         learned=program.learned_captures,
-        reaches=reaches_of(program),
+        reaches=tuple(Names(program).reach(load) for load, _ in program.learned),
         text=f"<% macro emit() %>\n{struct_of(program, struct)}\n<% endmacro %>\n",
         program=program.text,
     )
-
-
-def reaches_of(program: Program) -> tuple[str, ...]:
-    """Which elements of a tile read one number by each load that has a derivative; by distances
-    kernels sum one load's."""
-    names, found = Names(program), []
-    for load, _ in program.learned:
-        reach = names.reach(load)
-        found.append("kAny" if reach == DIAGONAL and DIAGONAL in found else reach)
-    return tuple(found)
 
 
 def operands_of(program: Program) -> Iterator[Operand]:
@@ -117,7 +105,6 @@ def _learn(program: Program, names: Names) -> str:
         starts[str(number)] = "".join(f"{each} + " for each in base)
         _, rank, _ = program.captures[number]
         base.append(" * ".join(["1ll", *(f"{CAPTURED}{number}_size_{n}" for n in range(rank))]))
-    reaches = reaches_of(program)
     for number, (load, derivative) in enumerate(program.learned):
         capture, *indices = program.operation(load).args
         place = "0ll"
@@ -126,7 +113,7 @@ def _learn(program: Program, names: Names) -> str:
             size = f"static_cast<long long>({CAPTURED}{capture}_size_{axis})"
             place = f"({place}) * {size} + {at}" if axis else at
         lines.append(
-            f"sums.template add<{number}, Sums::{reaches[number]}>({starts[capture]}{place}, "
+            f"sums.template add<{number}, Sums::{names.reach(load)}>({starts[capture]}{place}, "
             f"live ? gradient * {names.of(derivative)} : 0.f);"
         )
     return f"""
@@ -186,17 +173,7 @@ class Names:
         """Which elements of a tile read one number by a load."""
         _, *indices = self.program.operation(load).args
         bound = depends_on(self.program, indices) - {"b", "h"}
-        by_distance = all(map(self._tells_distance, indices))
-        return _REACH.get(tuple(sorted(bound)), DIAGONAL if by_distance else "kAny")
-
-    def _tells_distance(self, value: str) -> bool:
-        """Whether a value is the same for all pairs of one distance, of a sequence and head."""
-        if not value.startswith("v"):
-            return value not in ("i", "j", "s")
-        made = self.program.operation(value)
-        if made.name in _OF_DISTANCES and set(made.args) == {"i", "j"}:
-            return True
-        return all(map(self._tells_distance, made.args[made.name == "load" :]))
+        return _REACH.get(tuple(sorted(bound)), "kAny")
 
     def lines(self, *values: str) -> list[str]:
         """The lines that values need, in order."""

@@ -7,9 +7,9 @@
 
 namespace attngen {
 
-// Which elements of a warp's tile read the same number: all, those of a row, those of a column,
-// those as far from the diagonal, or nobody knows.
-enum class Reach { kTile, kRow, kColumn, kDiagonal, kAny };
+// Which elements of a warp's tile read the same number: all, those of a row, those of a column, or
+// nobody knows.
+enum class Reach { kTile, kRow, kColumn, kAny };
 
 // An exact sum of floats: words of 24 bits each and as many of carries, of units of 2^-88 in the
 // first; whatever the order of terms, the sum has the same bits. The word behind them counts terms
@@ -113,7 +113,7 @@ struct LearnedSums {
     sums[kLoad][0] = sums[kLoad][1] = 0.f;
   }
 
- protected:
+ private:
   ATTNGEN_DEVICE void leave(long long place, float value) const {
     const u32 low = static_cast<u32>(place);
     const u32 high = static_cast<u32>(place >> 32);
@@ -132,57 +132,6 @@ struct LearnedSums {
     } else {
       atomicAdd(static_cast<float*>(made) + place, value);
     }
-  }
-};
-
-// Sums of which one load reads by distances: what a warp's 16 rows of kColumns have of each lies in
-// a column of shared memory, where rows are shifted against each other, and is one term.
-template <int kLoads, bool kExact, int kColumns>
-struct DistanceSums : LearnedSums<kLoads, kExact> {
-  using Others = LearnedSums<kLoads, kExact>;
-  static constexpr Reach kDiagonal = Reach::kDiagonal;
-  static constexpr int kRows = 16;
-  static constexpr int kDistances = kRows - 1 + kColumns;
-  struct Shared {
-    long long places[kDistances];
-    float values[kRows * kDistances];
-  };
-
-  Shared* shared;  // the warp's own
-  int column;      // of the thread's elements at hand
-
-  ATTNGEN_DEVICE DistanceSums(void* made, int lane, Shared* shared)
-      : Others(made, lane), shared(shared), column(0) {
-    for (int i = lane; i < kRows * kDistances; i += 32) shared->values[i] = 0.f;
-    __syncwarp();
-  }
-  template <int kLoad, Reach kReach>
-  ATTNGEN_DEVICE void add(long long place, float value) {
-    if constexpr (kReach == Reach::kDiagonal) {
-      const int row = this->lane / 4 + this->half * 8;
-      const int distance = column - row + kRows - 1;
-      shared->values[row * kDistances + distance] = value;
-      if (row == 0 || column == 0) shared->places[distance] = place;
-    } else {
-      Others::template add<kLoad, kReach>(place, value);
-    }
-  }
-  // Leaves what the elements of a tile have added by distances.
-  ATTNGEN_DEVICE void finish_tile() {
-    __syncwarp();
-#pragma unroll
-    for (int first = 0; first < kDistances; first += 32) {
-      const int distance = min_of(first + this->lane, kDistances - 1);
-      float all = 0.f;
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) all += shared->values[row * kDistances + distance];
-      this->leave(shared->places[distance], first + this->lane < kDistances ? all : 0.f);
-    }
-    __syncwarp();  // all have read
-  }
-  template <int kLoad, Reach kReach>
-  ATTNGEN_DEVICE void finish() {
-    if constexpr (kReach != Reach::kDiagonal) Others::template finish<kLoad, kReach>();
   }
 };
 #endif

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ....fragments.lowering import DIAGONAL, reaches_of
 from ....fragments.program import learns
-from ....fragments.program_text import programs_in
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Tile, lay_out, score_tile_bytes
@@ -42,28 +40,16 @@ def learned_plans(problem: Problem, row_block: int, target: Target) -> Iterator[
     if not learns(problem.scores):
         return
     choices = [(n, stages) for n in (LEARNED_KEYS, 32) for stages in (4, 3, 2)]
-    apart = sums_by_distance(problem)
-    made = (_make_plan(problem, row_block, target, *choice, apart) for choice in choices)
+    made = (_make_plan(problem, row_block, target, *choice) for choice in choices)
     fields = next(filter(None, made))
     yield LearnedPlan(family=OF_LEARNED, **fields)
 
 
-def sums_by_distance(problem: Problem) -> bool:
-    """Whether a score learns what one of its loads reads by distances."""
-    programs = programs_in(problem.fragment_digests)
-    return any(DIAGONAL in reaches_of(each) for each in programs)
-
-
-def distance_bytes(n: int) -> int:
-    """Memory of a warp that sums 16 rows of so many keys by distances."""
-    return (15 + n) * (8 + 16 * 4)
-
-
 def _make_plan(
-    problem: Problem, row_block: int, target: Target, n: int, stages: int, apart: bool = False
+    problem: Problem, row_block: int, target: Target, n: int, stages: int
 ) -> dict[str, Any] | None:
     """The plan, but for its kernel, of `n` keys a tile in so many stages; None where it does not
-    fit. apart: whether warps sum by distances in memory of their own."""
+    fit."""
     consumers = 1 if is_wide(problem) else CONSUMERS  # two stages of 128 rows have no room
     tile = Tile(ROWS_PER_CONSUMER * consumers, n)
     element_bytes = DTYPE_BYTES[problem.dtype_q]
@@ -72,7 +58,6 @@ def _make_plan(
     sizes = {
         "Stages": stages * (tile.m + n) * 128 * boxes,
         "Bias": 4 * consumers * score_tile_bytes(16, n) * problem.bias,
-        **({"Distances": 4 * consumers * distance_bytes(n)} if apart else {}),
     }
     barriers = 2 * stages + 4 * consumers + 4  # of a warp's part of the bias, of what is drawn
     small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES + PROGRESS_BYTES}

@@ -8,7 +8,6 @@ from pathlib import Path
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...support.view_parts import Uses, included
-from .bias_gradient import sums_by_distance
 from .plan import LearnedPlan
 from .view_bias_gradient import COPYING_ARRIVALS
 from .view_main import MainView, main_fields, main_headers, whole_score_product
@@ -20,16 +19,14 @@ class LearnedView(MainView):
 
     stages, stage_arrivals, boxes: as `BiasGradientView` has them. factor: what gradients of scores
     are multiplied by. loads: of each load that has a gradient, which elements of a tile read the
-    same number, as `Reach` names it. sums: what adds to them; by_distance: whether it has memory of
-    its own, in which a warp sums by distances.
+    same number, as `Reach` names it. exact: whether sums have the same bits in any order.
     """
 
     stages: int
     stage_arrivals: int
     factor: str
     loads: tuple[str, ...]
-    sums: str
-    by_distance: bool
+    exact: bool
     boxes: str
 
 
@@ -47,15 +44,6 @@ def learned_view(
         stage_arrivals=COPYING_ARRIVALS if problem.gather else 1,
         factor="p.keep_scale" if problem.dropout else "1.f",
         loads=loads,
-        sums=_sums_of(problem, plan, loads),
-        by_distance=sums_by_distance(problem),
+        exact=problem.deterministic,
         boxes="kBoxes",
     )
-
-
-def _sums_of(problem: Problem, plan: LearnedPlan, loads: tuple[str, ...]) -> str:
-    """The C++ type of a warp's sums, exact where these have the same bits in any order."""
-    exact = "true" if problem.deterministic else "false"
-    if sums_by_distance(problem):
-        return f"DistanceSums<{len(loads)}, {exact}, {plan.tile.n}>"
-    return f"LearnedSums<{len(loads)}, {exact}>"
