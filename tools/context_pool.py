@@ -79,22 +79,30 @@ class Pool:
 
     def run(self, case: Any) -> Outcome:
         """Have all ranks do a case."""
+        if not all(process.is_alive() for process in self._processes):  # behind their last case
+            self._stop()
         if not self._processes and (fault := self._start()):
             return Outcome((), fault)
-        for pipe in self._pipes:
-            pipe.send(case)
-        found = self._replies(self.limit)
+        found = self._sent(case) or self._replies(self.limit)
         if found.fault:
             self._stop()
         return found
 
     def close(self) -> None:
         """End the processes, which have nothing left to do."""
-        for pipe in self._pipes:
-            pipe.send(None)
+        self._sent(None)
         for process in self._processes:
             process.join(START_SECONDS)
         self._stop()
+
+    def _sent(self, case: Any) -> Outcome | None:
+        """Give all ranks a case; the fault where the process of one has ended."""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(case)
+            except OSError:
+                return Outcome((), f"rank {rank}: its process ended")
+        return None
 
     def _start(self) -> str:
         """Start processes; why they do not find each other, empty where they do."""

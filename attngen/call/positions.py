@@ -12,7 +12,8 @@ from .fragments import SLOTS
 LIMIT = 1 << 29
 
 
-PLACES = 4  # numbers of a sequence: its query, key, diagonal and sequence
+PLACED = ("query", "key", "diagonal", "sequence")  # numbers of a sequence, in their order
+PLACES = len(PLACED)
 # Where operations take them: no fragment is beside positions that has operands.
 PLACES_SLOT, *_ = SLOTS
 
@@ -60,13 +61,16 @@ class Positions(NamedTuple):
         }
 
 
+def is_within(name: str, x: int) -> bool:
+    """Whether kernels count this far. name: a field of `Positions`."""
+    return (-LIMIT if name == "diagonal" else 0) <= x < LIMIT
+
+
 def fault_of(given: Any) -> str | None:
     """Why a call cannot give this as its positions; None where it can."""
     if isinstance(given, (tuple, list)) and 2 <= len(given) <= len(Positions._fields):
         if all(isinstance(x, int) and not isinstance(x, bool) for x in given):
-            named = Positions.of(given)._asdict()
-            least = {name: -LIMIT if name == "diagonal" else 0 for name in named}
-            if all(least[name] <= x < LIMIT for name, x in named.items()):
+            if all(is_within(*each) for each in Positions.of(given)._asdict().items()):
                 return None
     return (
         f"positions needs (query, key), ints from 0 to 2^29 - 1, or these with a diagonal, a first "

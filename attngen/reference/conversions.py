@@ -17,10 +17,10 @@ from .placed import with_places
 def converted(call: AttentionCall) -> AttentionCall:
     """The call with plain numbers, places for positions in tensors, and a mask for a CausalBias;
     itself where it has these."""
-    call = with_places(call)
     changed = plain.differing(named(call))
     if changed:
         call = AttentionCall(**{**named(call), **changed})
+    call = with_places(call)
     for name in ("attn_mask", "bias"):
         if (mask := plain.causal_variant(getattr(call, name))) is not None:
             call = _without_causal_bias(call, name, mask)

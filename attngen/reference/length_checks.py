@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import length_checks
+from ..call.position_checks import place_violations
 from ..call.table import AttentionCall, Side, named
 from .entry_checks import entry_violations
 from .operands import Operands
@@ -35,6 +36,8 @@ def value_violations(
     yield from wrong
     if wrong:
         return  # of what they say no more can be told
+    if call.places is not None:
+        yield from place_violations(call.places.tolist())
     yield from _longest_violations("q", queries, call.max_seqlen_q)
     yield from _longest_violations("kv", keys, call.max_seqlen_kv)
     if operands.layout.one_length and queries != keys:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.positions import PLACES, Positions
+from ..call.position_checks import OUTSIDE
+from ..call.positions import PLACES, Positions, is_within
 from ..call.table import AttentionCall
 from ..errors import SpecError
 from ..spec import layouts
@@ -58,7 +59,14 @@ def _violations(call: AttentionCall, given: Any, batch: int) -> list[str]:
         return [f"positions has two to {_MOST} numbers; got {len(given)}"]
     reasons = []
     for place, (name, x) in enumerate(zip(Positions._fields, given, strict=False)):
-        fits = isinstance(x, int)
+        fits = isinstance(x, int) and not isinstance(x, bool)
+        if fits and not is_within(name, x):
+            reasons.append(f"positions: {name}={x} {OUTSIDE}")
+        if isinstance(x, Tensor) and x.device != call.q.device:
+            reasons.append(
+                f"positions: {name} needs q's device, {call.q.device}; got {x.device}. Move it "
+                "there."
+            )
         if isinstance(x, Tensor):
             integer = x.dtype in (torch.int32, torch.int64)
             fits = integer and tuple(x.shape) == (batch,) and place != _HEAD

@@ -116,6 +116,31 @@ def test_no_keys_leave_the_output_as_it_is():
     assert (lse == -torch.inf).all() and not out.any() and not rounded.any()
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+def test_no_keys_round_what_is_there(layout):
+    """Rows that have seen no key have outputs that may be anything."""
+    q, k, v = operands((64, 64), (30, 30))
+    out, lse, rounded = (torch.zeros_like(x) for x in empty_state(q, 64, 30))
+    out += 2
+    lse[0, 1, 7], out[0, 7, 1] = -torch.inf, torch.nan
+    more, axes = {}, {"sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}.get(layout, (0, 1, 2, 3))
+    tensors = [x.permute(axes).contiguous() for x in (q, k, v, out, rounded)]
+    if layout == "thd":
+        tensors, lse = [x[0] for x in tensors], lse[0]
+        more = {"cu_seqlens_q": starts(0, 30), "cu_seqlens_kv": starts(0, 0)}
+    q, k, v, out, rounded = tensors
+    none = slice(0, 0)
+    k, v = (x[:, :, none] if layout == "bhsd" else x[none] for x in (k, v))
+    if layout == "bshd":
+        k, v = (x.new_empty(2, 0, *x.shape[2:]) for x in (k, v))
+    given = {"layout": layout, "out_dtype": "float32", **more}
+    JOIN(q, k, v, out, lse, rounded, None, True, False, **given)
+    assert torch.equal(rounded, out.nan_to_num(0.0).to(rounded.dtype)) and out.isnan().any()
+    if layout == "thd":
+        with pytest.raises(SpecError, match="marks beside no keys"):
+            JOIN(q, k, v, out, lse, rounded, starts(2), True, True, **given)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

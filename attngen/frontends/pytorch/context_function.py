@@ -160,18 +160,18 @@ def _by_parts(
     marks = iter(rows_of_parts)
     rounds = isinstance(call.messages, Around) and call.messages.rounds is not None
     lanes = Lanes(q, q.shape[1], rounds and running.begins(call.features.joins, q.dtype))
-    for visits in forward_rounds(call.messages, k, v):
-        lanes.begin()
-        for at_hand, part in [(visit, part) for visit in visits for part in visit.parts]:
-            rows, mark = call.sequences[part.sequence], next(marks)
-            read = call.numbers(call.read(part, at_hand, q, bias))
-            if call.features.joins:
-                with lanes.of(part.queries, (read.k, read.v)):
-                    running.attend(call.features, part, rows, read, mark)
-                continue
-            found = forward_part(call.features, part, rows, read, call.stored)
-            running.add(rows.queries, part.queries, *found, mark)
-    lanes.end()
+    with lanes:
+        for visits in forward_rounds(call.messages, k, v):
+            lanes.begin()
+            for at_hand, part in [(visit, part) for visit in visits for part in visit.parts]:
+                rows, mark = call.sequences[part.sequence], next(marks)
+                read = call.numbers(call.read(part, at_hand, q, bias))
+                if call.features.joins:
+                    with lanes.of(part.queries, (read.k, read.v)):
+                        running.attend(call.features, part, rows, read, mark)
+                    continue
+                found = forward_part(call.features, part, rows, read, call.stored)
+                running.add(rows.queries, part.queries, *found, mark)
     return *running.sums, running.rounded
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ...call.context_order import Order
 from ...errors import SpecError
+from .context_kept import on_device
 from .context_plans import INDICES_KEPT
 
 Move = Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     rooms: tuple[int, ...]
 
 
-@lru_cache(INDICES_KEPT)
+@on_device(INDICES_KEPT)
 def _indices(tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
     """The index of an exchange and its inverse, on a device. Raises: SpecError."""
     order, rooms = tokens.order, tokens.rooms
@@ -46,7 +46,9 @@ def _indices(tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
             "outer · inner ranks + inner of group=(inner, outer)"
         )
     with torch.inference_mode(False):
-        index = torch.tensor([place_of[token] for token in wanted], device=device)
+        index = torch.tensor(
+            [place_of[token] for token in wanted], dtype=torch.int64, device=device
+        )
         back = torch.empty_like(index)
         back[index] = torch.arange(len(index), device=device)
     return index, back

@@ -20,7 +20,8 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 class Lanes:
     """The current stream for queries that go on with each round, up to the last one, and another
-    one for those that wait, which are others. rows: of the rank's queries."""
+    one for those that wait, which are others. When a `with` of it ends, the current stream waits
+    for both, whatever was raised: outputs are its memory. rows: of the rank's queries."""
 
     def __init__(self, q: Tensor, rows: int, several: bool) -> None:
         self._rows = rows
@@ -46,8 +47,10 @@ class Lanes:
         for x in keys:  # whose memory may go to others before all rounds have ended
             x.record_stream(beside)
 
-    def end(self) -> None:
-        """Let the current stream wait for both."""
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._streams is not None:
             here, beside = self._streams
             here.wait_stream(beside)

@@ -6,7 +6,6 @@ Tensors are [1, t, h, d] here, LSEs [1, h, t]. Numbers of launches are on their 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from ...call.positions import PLACES_SLOT
 from ...call.table import GRADIENT_OF
 from . import backward, forward_onto  # noqa: F401  # define the operations
 from .attention import attention
+from .context_kept import on_device
 from .context_parts import Attended, Features, Merged, Stored
 
 KEPT = 1024  # launches, and indices, whose numbers are on a device
@@ -37,7 +37,7 @@ class Numbers(NamedTuple):
     sequences: Tensor
 
 
-@lru_cache(KEPT)
+@on_device(KEPT)
 def numbers_of(launch: Launch, device: torch.device) -> Numbers:
     """The integers of a launch, which nobody writes, in one copy from the host."""
     count = len(launch.parts)
@@ -54,14 +54,14 @@ def numbers_of(launch: Launch, device: torch.device) -> Numbers:
         ends_q, starts_q, ends_kv, starts_kv, places, marks, sequences = whole.split(sizes)
         stands = places.view(count, 4) if launch.places is not None else None
         ends = ends_q, starts_q, ends_kv, starts_kv
-        return Numbers(*ends, stands, marks, sequences.long())
+        return Numbers(*ends, stands, marks, sequences)
 
 
-@lru_cache(KEPT)
+@on_device(KEPT)
 def index_of(runs: Runs, device: torch.device) -> Tensor:
     """The tokens of runs, on a device."""
     with torch.inference_mode(False):
-        return torch.tensor(tokens_of_runs(runs), device=device)
+        return torch.tensor(tokens_of_runs(runs), dtype=torch.int64, device=device)
 
 
 def _given(features: Features, launch: Launch, numbers: Numbers) -> dict[str, Any]:

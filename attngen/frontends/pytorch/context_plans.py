@@ -15,6 +15,7 @@ from ...call.context_packed import Sent, Together, sent_of
 from ...call.context_rounds import Rounds, backward_rounds_of, rounds_of
 from ...call.context_steps import Length, Part, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
+from .context_kept import on_device
 
 PLANS_KEPT, INDICES_KEPT = 256, 32
 
@@ -48,11 +49,11 @@ def parts_of(
     return parts_over_all(order, rank, lengths, **bands._asdict())
 
 
-@lru_cache(INDICES_KEPT)
+@on_device(INDICES_KEPT)
 def index_of(order: Order, rooms: tuple[int, ...], device: torch.device) -> Tensor:
     """The place of each token among those of all ranks, on a device."""
     with torch.inference_mode(False):
-        return torch.tensor(order.unshard(rooms), device=device)
+        return torch.tensor(order.unshard(rooms), dtype=torch.int64, device=device)
 
 
 @lru_cache(PLANS_KEPT)

@@ -32,7 +32,7 @@ def shard(
     ranks = Ranks.of(group)
     rooms = _rooms(x.shape[dim], cu_seqlens)
     places = order_of(order, ranks.size).shard(ranks.rank, rooms)
-    return x.index_select(dim, torch.tensor(places, device=x.device))
+    return x.index_select(dim, torch.tensor(places, dtype=torch.int64, device=x.device))
 
 
 def unshard(
@@ -51,7 +51,9 @@ def unshard(
     gather_into(found, own, ranks.group)
     rooms = _rooms(x.shape[dim] * ranks.size, cu_seqlens)
     places = order_of(order, ranks.size).unshard(rooms)
-    joined = found.flatten(0, 1).index_select(0, torch.tensor(places, device=x.device))
+    joined = found.flatten(0, 1).index_select(
+        0, torch.tensor(places, dtype=torch.int64, device=x.device)
+    )
     return joined.movedim(0, dim)
 
 
@@ -99,7 +101,7 @@ def positions(
     take it. length: positions of a sequence, or all packed tokens; others as of `shard`."""
     ranks = Ranks.of(group)
     found = order_of(order, ranks.size).positions(ranks.rank, _rooms(length, cu_seqlens))
-    return torch.tensor(found, device=device)
+    return torch.tensor(found, dtype=torch.int64, device=device)
 
 
 def _rooms(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:

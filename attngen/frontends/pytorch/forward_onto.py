@@ -16,6 +16,8 @@ from ...call.ongoing import Ongoing
 from ...call.prepare_forward import prepare_forward
 from ...call.prepared import PreparedCall
 from ...call.table import INPUTS
+from ...errors import SpecError
+from ...spec import layouts
 from .descriptions import all_described, device_of
 from .forward import with_readable_bias
 from .operation import format_of, run
@@ -62,11 +64,16 @@ def forward_onto(
     if prepared.launches:
         run(prepared, (*operands, o, lse, rounded, marks))
         return
-    if not goes_on and marks is None:
+    if marks is not None and q.numel():
+        raise SpecError("marks beside no keys: there is nothing to join, leave the call out")
+    if not goes_on:
         o.zero_()
         lse.fill_(-math.inf)
     if rounded is not None:
-        rounded.copy_(o)
+        axes = "ht" if lse.ndim == 2 else "bhs"
+        order = [axes.index(x) for x in layouts.parse(arguments.layout).q_format if x in axes]
+        unseen = (lse == -math.inf).permute(order).unsqueeze(-1)
+        rounded.copy_(o.masked_fill(unseen, 0.0))
 
 
 def _find(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +117,14 @@ def test_each_sequence_stands_where_its_positions_say(packed: bool) -> None:
         ({"positions": (of_each(1, 2), 0, 0, of_each(1, 1))}, "head needs an int; got"),
         ({"positions": (torch.zeros(2), 0)}, "query needs an int"),
         ({"positions": (of_each(1, 2), 0, 0, 0, 0, 0)}, "two to 5 numbers; got 6"),
+        ({"positions": (of_each(1, 2), -1)}, "key=-1 is not from 0"),
+        ({"positions": (of_each(1, 2), 1 << 40)}, "key=1099511627776 is not from 0"),
+        ({"positions": (of_each(1, 2), 0, -LIMIT - 1)}, "diagonal=-536870913 is not"),
+        ({"positions": (of_each(1, 2), True)}, "key needs an int, or"),
+        ({"positions": (of_each(1, -2), 0, 0)}, "of sequence 1: query=-2 is not from 0"),
+        ({"positions": (of_each(1, 2).to("meta"), 0)}, "query needs q's device, cpu; got meta"),
+        ({"places": of_each(0, 0, LIMIT, 0).expand(2, 4).contiguous()}, "0: diagonal=536870912"),
+        ({"places": torch.zeros(2, 4).int(), "positions": (5, 7)}, "all of them but the head"),
         ({"places": torch.zeros(2, 3).int()}, r"int32 \[b=2, 4\]"),
         ({"places": torch.zeros(2, 4)}, r"contiguous int32"),
         ({"places": torch.zeros(2, 4).int(), "bottom_right": True}, "beside bottom_right"),
@@ -127,3 +136,11 @@ def test_positions_of_each_are_refused_where_they_are_none(given, reason) -> Non
     q = torch.zeros(2, 6, 2, 8)
     with pytest.raises(attngen.SpecError, match=reason):
         attngen.attention(q, q, q, **given, backend="reference")
+
+
+def test_numbers_of_numpy_stand_beside_positions_of_each() -> None:
+    q = torch.randn(2, 6, 2, 8)
+    given: dict[str, Any] = {"mask": "causal", "backend": "reference"}
+    found = attngen.attention(q, q, q, **given, positions=(of_each(1, 2), np.int64(1)))
+    wanted = attngen.attention(q, q, q, **given, positions=(of_each(1, 2), 1))
+    assert torch.equal(found, wanted)

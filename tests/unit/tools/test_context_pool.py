@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from tools.context_pool import Outcome, Pool
 
 
 def work(case: str) -> float:
-    """A sum over all ranks; or rank 1 raises, ends, or never comes."""
+    """A sum over all ranks; or rank 1 raises, ends, at once or behind its reply, or never comes."""
     if dist.get_rank() == 1:
         if case == "raises":
             raise ValueError("of this rank alone")
@@ -23,6 +24,8 @@ def work(case: str) -> float:
             os._exit(3)
         if case == "hangs":
             time.sleep(600)
+        if case == "leaves":
+            threading.Timer(2.0, os._exit, (3,)).start()
     total = torch.tensor(float(len(case)) + dist.get_rank())
     dist.all_reduce(total)
     return float(total)
@@ -43,6 +46,11 @@ def test_a_fault_costs_one_case_and_a_start() -> None:
         pool.limit = 10.0
         assert pool.run("last").results == (9.0, 9.0)
         assert pool.starts == 4
+        assert pool.run("leaves").results == (13.0, 13.0)
+        for process in pool._processes[1:]:
+            process.join()
+        assert pool.run("last").results == (9.0, 9.0)
+        assert pool.starts == 5
     finally:
         pool.close()
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from attngen.call.context_steps import Span
@@ -46,11 +47,12 @@ def test_queries_that_wait_have_a_stream_of_their_own() -> None:
         mock.patch.dict(context_lanes._streams, {0: beside}),  # type: ignore[dict-item]
     ):
         lanes = Lanes(q, 8, several=True)  # type: ignore[arg-type]
-        lanes.begin()
-        for queries in (Span(6, 8), Span(0, 6)):
-            with lanes.of(queries, keys_of(notes)):
-                notes.append(f"part of {queries.begin}")
-        lanes.end()
+        with pytest.raises(ValueError, match="a part fails"), lanes:
+            lanes.begin()
+            for queries in (Span(6, 8), Span(0, 6)):
+                with lanes.of(queries, keys_of(notes)):
+                    notes.append(f"part of {queries.begin}")
+            raise ValueError("a part fails")
     assert notes == [
         *("beside waits for here", "part of 6", "on beside", "part of 0"),
         *("kept for beside", "kept for beside", "here waits for beside"),
@@ -60,8 +62,8 @@ def test_queries_that_wait_have_a_stream_of_their_own() -> None:
 def test_one_stream_has_all_parts_where_nothing_runs_beside() -> None:
     notes: list[str] = []
     for lanes in (Lanes(torch.zeros(1), 8, several=True), Lanes(torch.zeros(1), 8, several=False)):
-        lanes.begin()
-        with lanes.of(Span(0, 6), keys_of(notes)):
-            pass
-        lanes.end()
+        with lanes:
+            lanes.begin()
+            with lanes.of(Span(0, 6), keys_of(notes)):
+                pass
     assert not notes

@@ -226,3 +226,21 @@ def test_packed_calls_again_bring_nothing_to_the_device(alone: None, comm: paral
     again = parallel.attention(q, k, v, comm=comm, mask="causal", **given)
     assert [each.cache_info().misses for each in kept] == before and sum(before)
     assert isinstance(first, torch.Tensor) and torch.equal(first, again)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_ranks_may_have_no_tokens_in_use(alone: None, comm: parallel.Comm) -> None:
+    """A sink is in rows of which there are none, and messages have no keys."""
+    q, k, v = (x.flatten(0, 1) for x in operands())
+    none, room = (torch.tensor((0, n), dtype=torch.int32) for n in (0, len(q)))
+    given: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": none, "cu_seqlens_q_padded": room}
+    q.requires_grad_()
+    for keys in (len(k), 0):
+        ends = torch.tensor((0, keys), dtype=torch.int32)
+        out = parallel.attention(
+            *(q, k[:keys], v[:keys]), comm=comm, softmax="off_by_one", cu_seqlens_kv=ends, **given
+        )
+        assert isinstance(out, torch.Tensor) and not out.any()
+        assert not torch.autograd.grad(out.sum(), q)[0].any()
+    cut: dict[str, Any] = {"dim": 0, "cu_seqlens": none}
+    assert parallel.unshard(parallel.shard(q[:0], **cut), **cut).shape == (0, *q.shape[1:])
