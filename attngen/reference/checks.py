@@ -172,8 +172,9 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     arbitrary = isinstance(call.mask, str) and masks_of(call.mask).arbitrary
     if arbitrary and call.attn_mask is None:
         yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None. Pass it."
-    # One of bits, which the operations check.
-    made = call.backend == "cuda" and call.attn_mask is not None and is_made(call.attn_mask)
+    # One of bits, which the operations check, and which stands for functions.
+    alone = call.backend == "cuda" and call.mask_mod is None and call.block_mask is None
+    made = alone and call.attn_mask is not None and is_made(call.attn_mask)
     if call.attn_mask is not None and not made:
         if call.attn_mask.dtype != torch.bool:
             yield (

@@ -44,6 +44,11 @@ class Layout:
         """The formats of Q, and of K and V."""
         return self.q_format, self.kv_format
 
+    @property
+    def masks_end_anywhere(self) -> bool:
+        """Whether an `attn_mask` may have any number of positions: packed tokens' and pages'."""
+        return self.paged or "thd" in self.formats
+
     def home(self, operand: str) -> tuple[str, int, int]:
         """Where an operand lies: the tensor of the call, the axis along which that is packed (0 for
         none), and the operand's place on it."""

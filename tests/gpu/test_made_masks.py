@@ -3,6 +3,8 @@ show."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -84,6 +86,28 @@ def test_booleans_beside_a_function_hide_what_they_hide(shape) -> None:
     draw = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape)))
     shown = (draw < 0.7).to(oracle.DEVICE)
     check(64, documents(oracle.DEVICE), attn_mask=shown)
+
+
+def test_integers_beside_a_function_are_no_booleans() -> None:
+    tensors, mod = oracle.operands(1, HEADS, 1, 64, 128, 64), islands(oracle.DEVICE)
+    for sizes in ((64, 128), (3,)):
+        shown = torch.ones(sizes, dtype=torch.int32, device=oracle.DEVICE)
+        with pytest.raises(attngen.SpecError, match="attn_mask needs bool"):
+            attngen.attention(*tensors, mask_mod=mod, attn_mask=shown, backend="cuda")
+
+
+def test_captured_tensors_are_let_go() -> None:
+    tensors = oracle.operands(1, HEADS, 1, 64, 128, 64)
+    table = torch.ones(64, 128, dtype=torch.bool, device=oracle.DEVICE)
+    known = weakref.ref(table)
+
+    def of(table: torch.Tensor) -> MaskMod:
+        return lambda b, h, i, j: table[i, j]
+
+    attngen.attention(*tensors, mask_mod=of(table), backend="cuda")
+    del table
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.slow

@@ -49,8 +49,7 @@ def lists_serve(call: AttentionCall) -> bool:
     """Whether kernels that read masks made before serve a call with a mask_mod or a block_mask;
     beside an attn_mask, which may end anywhere where lengths vary, those of other lengths."""
     arch, layout = descriptions.device_arch(call.q.device), layouts.parse(call.layout)
-    ends_anywhere = layout.paged or "thd" in layout.formats
-    if arch is None or (call.attn_mask is not None and ends_anywhere):
+    if arch is None or (call.attn_mask is not None and layout.masks_end_anywhere):
         return False
     beside = replace(call, attn_mask=None, mask_mod=None, block_mask=None, score_mod=None)
     spec = spec_of_call(beside)
@@ -68,7 +67,9 @@ def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) ->
             _known.clear()
         _known[facts] = known
     read = traced.captures, traced.sources
-    return made_again(known, masks, traced, read, call.q.device, call.attn_mask)
+    # Makers are kept by what traced a function, and no captured tensor with them.
+    bare = replace(traced, captures=(), sources=(), origins=())
+    return made_again(known, masks, bare, read, call.q.device, call.attn_mask)
 
 
 def made_of_blocks(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
+from operator import and_
 from typing import Any
 
 import torch
@@ -228,3 +230,13 @@ def _counts_of(block_mask: Any) -> Iterator[Tensor]:
 
 def _stacked(planes: Sequence[Tensor], shape: tuple[int, int, int]) -> Tensor:
     return torch.stack([x.expand(x.shape[0] if x.ndim == 3 else 1, *shape[1:]) for x in planes])
+
+
+def in_all(shown: Sequence[Tensor]) -> Tensor:
+    """The pairs that all of these show, broadcasts of [b, h, s_q, s_kv]: where lengths vary each
+    may reach as far behind the longest as it likes, and the least decides."""
+    shown = [torch.atleast_2d(x) for x in shown]
+    for axis in (-2, -1):
+        reach = min([x.shape[axis] for x in shown if x.shape[axis] != 1], default=1)
+        shown = [x.narrow(axis, 0, min(x.shape[axis], reach)) for x in shown]
+    return reduce(and_, shown)

@@ -45,8 +45,8 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
             asked = callable_builtins.mask_arguments(own, made.captures, given, sequences)
         if asked is None:
             alone = all(given.get(name, plain) == plain for name, plain in _ALONE.items())
-            packed = "thd" in layouts.parse(given.get("layout", "bshd")).formats
-            alone = alone and not (packed and given.get("attn_mask", False))
+            layout = layouts.parse(given.get("layout", "bshd"))
+            alone = alone and not (layout.masks_end_anywhere and given.get("attn_mask", False))
             name = register_program(made.program).name if alone else None
             return {"mask_mod": name} if name else {"attn_mask": True}
         return {n: x if n == "mask" else True for n, x in asked.items() if n in ("mask", "window")}

@@ -6,8 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from operator import and_
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_argum
 from .callable_builtins import Sizes as Sizes4
 from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
-from .callable_mask import Masks, Sizes, listed_by, shown_by
+from .callable_mask import Masks, Sizes, in_all, listed_by, shown_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
@@ -125,7 +124,8 @@ def attend_known(
                 return None
             made.update(replaced)
         else:
-            made[name] = known.traced.program.name
+            # One that ran as what attngen has built in may be no fragment yet.
+            made[name] = register_program(known.traced.program).name
             known.pass_on(tensors, made)
     try:
         return attend(*carriers, **made)
@@ -239,13 +239,13 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     if call.block_mask is not None:
         traced = _traced("mask_mod", call.block_mask.mask_mod, device)
         if serve:
-            beside = reduce(and_, found) if found else None
+            beside = in_all(found) if found else None
             made = callable_listed.made_of_blocks(call, masks, traced, sizes, beside)
             return {**replaced, "attn_mask": made}
         listed, full = listed_by(call.block_mask, sizes)
         shown = masks.of(shown_by, traced, sizes, device)
         found.append((listed & shown) | full)
-    return {**replaced, "attn_mask": reduce(and_, found)}
+    return {**replaced, "attn_mask": in_all(found)}
 
 
 def _may_have_kernels(call: AttentionCall) -> bool:

@@ -383,7 +383,7 @@ def _kept_dtype(carrier: Tensor) -> torch.dtype | None:
     trace it is the carrier's own."""
     if not carrier.requires_grad or not is_fp8(carrier.dtype):
         return None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not carrier.is_leaf:  # others have no such attribute
         return carrier.dtype
     kept: torch.dtype | None = getattr(carrier, "grad_dtype", carrier.dtype)  # since torch 2.10
     return kept if kept is not None and is_fp8(kept) else None  # None is any

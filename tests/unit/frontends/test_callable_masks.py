@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attngen
 from attngen.frontends.pytorch import callable_mask, callables
 from attngen.frontends.pytorch.callable_listed import facts_of
-from attngen.frontends.pytorch.callable_mask import Sizes, listed_by, places_of, shown_by
+from attngen.frontends.pytorch.callable_mask import Sizes, in_all, listed_by, places_of, shown_by
 from attngen.frontends.pytorch.callable_program import Traced, mask_program
 from attngen.frontends.pytorch.callable_trace import trace
 from tests.support.callables_kit import MASKS, B, H, S, ScoreMod
@@ -136,3 +136,11 @@ def test_schedules_hold_a_few_masks_until_they_are_reset() -> None:
     del each, others
     kept.reset()
     assert last() is None
+
+
+def test_masks_that_reach_beyond_each_other_show_what_all_show() -> None:
+    one, other = torch.rand(2, 1, 5, 9) < 0.7, torch.rand(3, 7, 6) < 0.7
+    keys = torch.rand(8) < 0.7
+    wanted = one[..., :6] & other[:, :5] & keys[:6]
+    assert torch.equal(in_all([one, other, keys]), wanted)
+    assert torch.equal(in_all([keys[:, None], keys]), keys[:, None] & keys)

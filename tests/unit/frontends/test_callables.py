@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import and_masks
 
 from attngen import SpecError
 from attngen.call.table import AttentionCall
+from attngen.fragments.features import program_named
 from attngen.frontends.pytorch import callable_recall, callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
 
@@ -304,6 +305,26 @@ def test_functions_that_are_known_become_fragments_before_anything_else() -> Non
     assert given["score_mod"] == found.program.name and given["window"] == (3, 0)
     assert torch.equal(given["captured_0"], torch.full((4,), 7.0))
     assert {given["number_0"], given["number_1"]} == {3, 1.5} and given["backend"] == "cuda"
+
+
+def test_functions_that_ran_as_built_in_are_fragments_where_they_cannot() -> None:
+    table = torch.ones(5, 9, dtype=torch.bfloat16)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[i, j]
+
+    q, k = (torch.zeros(1, n, 2, 16, dtype=torch.bfloat16) for n in table.shape)
+    arch = f"{callables.__name__}.descriptions.device_arch"
+    with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
+        attend = mock.Mock()
+        for _ in range(2):  # traced, and known
+            callables.attend(attend, AttentionCall(q=q, k=k, v=k, score_mod=mod))
+        given = {"score_mod": mod, "bottom_right": True}
+        callables.attend_known(attend, (q, k, k), given)
+    _, alone, beside = (call.kwargs for call in attend.call_args_list)
+    assert "score_mod" not in alone and torch.equal(alone["bias"], table[None, None])
+    assert program_named(beside["score_mod"]) is not None
+    assert torch.equal(beside["captured_0"], table.float())
 
 
 @pytest.mark.parametrize("tensors", [[(4,)] * 5, [(0,)]], ids=["many", "empty"])

@@ -95,6 +95,10 @@ def spec_of(tmp_path: Path):
             'mask_mod = "python:mods.py:odd"\nlayout = "thd"\nattn_mask = true',
             {"attn_mask": True, "layout": "thd"},
         ),
+        (
+            f'mask_mod = "python:mods.py:odd"\nlayout = "{PAGED}"\nattn_mask = true',
+            {"attn_mask": True, "layout": PAGED},
+        ),
     ],
 )
 def test_functions_stand_for_fields(spec_of, line, wanted) -> None:

@@ -186,6 +186,13 @@ def test_fp8_leaf_whose_gradient_would_have_8_bits_is_refused(kernels):
     assert not kernels.calls
 
 
+def test_fp8_result_whose_gradient_would_have_8_bits_is_refused(kernels):
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in operands(d=16))
+    with pytest.raises(SpecError, match="q requires a gradient.*if it is a leaf; else"):
+        attend(q, k, v)
+    assert not kernels.calls
+
+
 def test_fp8_leaf_that_does_not_say_so_is_refused_after_one_that_does():
     if not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("torch before 2.10")
