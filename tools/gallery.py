@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tools.callable_cases import CASES, At, Case, Make  # noqa: E402
+from tools.callable_cases import CAP, CASES, SOFT, At, Case, Make  # noqa: E402
 
 PAGE = ROOT / "docs" / "guide" / "gallery.md"
 PICTURES = ROOT / "docs" / "guide" / "gallery"
@@ -35,9 +35,36 @@ HEAD = """# Masks and scores
 Twenty functions for `score_mod` and `mask_mod`, and how fast they run: {case}, forward and backward
 with gradients of what they learn, beside FlexAttention compiled; {chip}, {date}, torch {torch}.
 [FlexAttention](flex-attention.md) says what functions may do,
-[results](../results/README.md#callablesjson) how they were timed. `at` has the sizes of a call:
-`at.unit` is a 64th of its length. In pictures queries go down and keys across; darker is larger, of
-masks what takes part.
+[results](../results/README.md#callablesjson) how they were timed. In pictures queries go down and keys
+across; darker is larger, of masks what takes part. The page's code runs as it stands, from here to
+[a call](#in-a-call). Each function takes the sizes of a call and returns its arguments:
+
+```python
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attngen
+
+CAP, SOFT = {cap}, {soft}
+
+
+{at}
+
+{case_class}```
+"""
+CALL = """## In a call
+
+```python
+at = At(batch=1, heads=4, length=64, device="cuda" if torch.cuda.is_available() else "cpu")
+q, k, v = torch.randn(3, at.batch, at.length, at.heads, 64, device=at.device).bfloat16()
+given = relative(at)
+out = attngen.attention(q, k, v, score_mod=given.score_mod, mask_mod=given.mask_mod)
+```
 """
 
 
@@ -116,11 +143,14 @@ def files() -> dict[Path, str]:
     report = json.loads(REPORT.read_text())
     machine = report["machine"]
     told = {"case": report["case"], "chip": machine["chip"], "torch": machine["torch"]}
+    told |= {"cap": CAP, "soft": SOFT, "at": inspect.getsource(At)}
+    told["case_class"] = inspect.getsource(Case)
     page, found = [HEAD.format(date=report["date"], **told)], {}
     for name, make in CASES.items():
         case = case_of(make)
         found[PICTURES / f"{name}.svg"] = picture(case)
-        doc, _, body = inspect.getsource(make).partition('"""')[2].partition('"""\n')
+        head, _, rest = inspect.getsource(make).partition('"""')
+        doc, _, body = rest.partition('"""\n')
         title = name.replace("_", " ").capitalize()
         rows = [x for x in report["rows"] if x["case"] == name and x["direction"] in ("fwd", "bwd")]
         text = " ".join(
@@ -128,9 +158,9 @@ def files() -> dict[Path, str]:
         )
         page.append(
             f"## {title}\n\n![{title}](gallery/{name}.svg)\n\n{textwrap.fill(text, 130)}\n\n"
-            f"```python\n{textwrap.dedent(body).strip()}\n```\n"
+            f"```python\n{head.strip()}\n{body.rstrip()}\n```\n"
         )
-    return {PAGE: "\n".join(page), **found}
+    return {PAGE: "\n".join([*page, CALL]), **found}
 
 
 def main() -> int:
