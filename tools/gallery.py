@@ -35,9 +35,9 @@ HEAD = """# Masks and scores
 Twenty functions for `score_mod` and `mask_mod`, and how fast they run: {case}, forward and backward
 with gradients of what they learn, beside FlexAttention compiled; {chip}, {date}, torch {torch}.
 [FlexAttention](flex-attention.md) says what functions may do,
-[results](../results/README.md#callablesjson) how they were timed. In pictures queries go down and keys
-across; darker is larger, of masks what takes part. The page's code runs as it stands, from here to
-[a call](#in-a-call). Each function takes the sizes of a call and returns its arguments:
+[results](../results/README.md#callablesjson) how they were timed. In pictures queries go down and
+keys across; darker is larger, of masks what takes part. The page's code runs as it stands, from
+here to [a call](#in-a-call). Each function takes the sizes of a call and returns its arguments:
 
 ```python
 import math

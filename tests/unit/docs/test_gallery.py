@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def space() -> dict[str, Any]:
-    """What the page's code defines."""
+    """Names that the page's code defines."""
     found: dict[str, Any] = {"__name__": __name__}
     exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), found)
     return found
