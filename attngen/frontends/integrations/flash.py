@@ -56,8 +56,8 @@ def with_second_product(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Te
 
     Raises: SpecError where qv is no query of v, or operands are of 8 bits.
     """
-    if is_fp8(q.dtype):
-        raise SpecError("qv of 8 bits: q and qv have factors of their own; pass 16 bits")
+    if any(is_fp8(x.dtype) for x in (q, k, v, qv)):
+        raise SpecError("qv beside 8 bits: each operand has a factor of its own; pass 16 bits")
     if qv.shape != (*q.shape[:-1], v.shape[-1]):
         wanted = [*q.shape[:-1], v.shape[-1]]
         raise SpecError(f"qv has v's columns for each query, {wanted}; got {[*qv.shape]}")

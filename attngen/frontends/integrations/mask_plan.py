@@ -303,7 +303,7 @@ def _ends_of(documents: Tensor) -> Tensor:
 
 def _placed(request: Request, found: Structure) -> dict[str, Any] | None:
     """Arguments that say where keys begin and end, and where the diagonal is; None where the
-    padding has holes."""
+    padding has holes, or where queries behind it see keys behind the last of them."""
     padding = _padding(request)
     if padding is None:
         return None
@@ -313,6 +313,8 @@ def _placed(request: Request, found: Structure) -> dict[str, Any] | None:
     delta = request.q_offset - request.kv_offset
     s_q, s_kv = request.q_length, request.kv_length
     if begins is not None:
+        if found.right != 0 and (isinstance(delta, Tensor) or delta + s_q != s_kv):
+            return None
         return _behind_padding(request, delta, begins, ends)
     if isinstance(delta, Tensor):  # a cache of fixed size, of which later rows are empty
         if found.right != 0 or ends is not None:

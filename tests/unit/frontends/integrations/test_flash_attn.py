@@ -357,6 +357,14 @@ def test_refusals_say_why(case: str) -> None:
         door.flash_attn_with_kvcache(Q, K_CACHE, V_CACHE, **given)
 
 
+def test_second_product_of_a_cache_of_8_bits_is_refused() -> None:
+    cache = [x.to(torch.float8_e4m3fn) for x in (K_CACHE, V_CACHE)]
+    q, qv = Q.bfloat16(), Q[..., : cache[1].shape[-1]].bfloat16()
+    scales = {"k_descale": torch.full((B, H_KV), 2.0), "v_descale": torch.ones(B, H_KV)}
+    with pytest.raises(SpecError, match="qv beside 8 bits"):
+        three.flash_attn_with_kvcache(q, *cache, qv=qv, cache_seqlens=1, **scales)
+
+
 def test_heads_of_a_packed_tensor_must_be_said() -> None:
     with pytest.raises(SpecError, match="num_heads_q"):
         three.flash_attn_qkvpacked_func(randn(B, 6, 8, D))

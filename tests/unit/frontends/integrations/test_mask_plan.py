@@ -16,6 +16,7 @@ from tests.support.mask_kit import (
     CAUSAL,
     DOCUMENTS,
     EVERYWHERE,
+    LEFT,
     NO_PADDING,
     PLACES,
     PLANNED,
@@ -77,6 +78,7 @@ DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
         (1, 12, torch.tensor(6), 0),
         None,
     ),
+    "keys behind the queries of padded sequences": (both_ways(3), (4, 12, 5, 0), LEFT),
     "positions without documents": (counted(CAUSAL, PLACES), WHOLE, None),
     "blocks of a single query": (either(CAUSAL, blocks(BLOCKS)), STEP, None),
     "blocks at a tensor's place": (
@@ -108,7 +110,8 @@ def test_other_masks_stay_tensors(case: str, monkeypatch: pytest.MonkeyPatch) ->
     if case not in DENSE:
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     given = request_of(function, sizes, padding)
-    assert torch.equal(door.mask_of(**given), dense_of(**given))
+    found = door.mask_of(**given)
+    assert isinstance(found, Tensor) and torch.equal(found, dense_of(**given))
 
 
 def test_functions_of_other_modules_have_no_structure() -> None:
