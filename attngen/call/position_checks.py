@@ -16,8 +16,10 @@ def places_violations(places: Described | None, sequences: int) -> Iterator[str]
     """Whether places are numbers of each of so many sequences."""
     if places is None:
         return
-    wanted = "int32", (sequences, PLACES), (PLACES, 1)
-    if (dtype_name(places), tuple(places.shape), tuple(places.stride())) != wanted:
+    sizes = sequences, PLACES
+    fits = (dtype_name(places), tuple(places.shape)) == ("int32", sizes)
+    steps = zip(sizes, places.stride(), (PLACES, 1), strict=True) if fits else ()
+    if not fits or any(n > 1 and step != wanted for n, step, wanted in steps):
         yield (
             f"places needs contiguous int32 [b={sequences}, {PLACES}]; got {named(places)}. Pass "
             "first query, first key, diagonal and sequence of each sequence, or positions."

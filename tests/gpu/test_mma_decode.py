@@ -102,8 +102,11 @@ def test_mma_decode_of_dense_keys_is_right(lengths, layout):
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_mma_decode_of_packed_tokens_is_right(splits):
-    q, k, v = (oracle.randn(n, 4, 64, seed=n) for n in (40, 900, 901))
+@pytest.mark.parametrize("dims", [(64, 64), (576, 512)], ids=str)
+def test_mma_decode_of_packed_tokens_is_right(dims, splits):
+    d, d_v = dims
+    sizes = ((40, d), (900, d), (901, d_v))
+    q, k, v = (oracle.randn(n, 4, columns, seed=n) for n, columns in sizes)
     q_ends, kv_ends = (
         torch.tensor(ends, dtype=torch.int32, device=oracle.DEVICE)
         for ends in ([0, 1, 1, 30], [0, 300, 500, 880])

@@ -128,4 +128,4 @@ def add_tokens(sums: Pair, made: Pair, sent: Sent | None) -> None:
             ((begin, end),) = sent.runs
             total[:, begin:end].add_(x)
         else:
-            total.index_add_(1, index_of(sent.runs, x.device), x)
+            total.index_add_(1, index_of(sent.runs, x.device), x.to(total.dtype))

@@ -144,3 +144,10 @@ def test_numbers_of_numpy_stand_beside_positions_of_each() -> None:
     found = attngen.attention(q, q, q, **given, positions=(of_each(1, 2), np.int64(1)))
     wanted = attngen.attention(q, q, q, **given, positions=(of_each(1, 2), 1))
     assert torch.equal(found, wanted)
+
+
+def test_places_of_one_sequence_have_any_step() -> None:
+    """From one sequence to the next, of which there is none."""
+    q, places = torch.randn(1, 6, 2, 8), torch.zeros(1, 8).int()
+    found = attngen.attention(q, q, q, places=places[:, :4], backend="reference")
+    assert torch.equal(found, attngen.attention(q, q, q, backend="reference"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attngen.call.context_packed import Sent
 from attngen.call.context_steps import Span
 from attngen.frontends.pytorch.context_returns import KeySums
+from attngen.frontends.pytorch.context_together import add_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -32,3 +34,15 @@ def test_what_comes_first_is_written_and_the_rest_added(dtype) -> None:
     for x in sums.end(dtype):
         assert x.dtype == dtype
         assert torch.equal(x, wanted.to(dtype)[None, :, None, None].expand_as(x))
+
+
+@pytest.mark.parametrize("runs", [((0, 3),), ((0, 2), (4, 5))], ids=str)
+def test_narrow_messages_are_added_to_wide_sums(runs) -> None:
+    """Messages of packed tokens have `reduce_dtype`."""
+    sent = Sent(tuple(Span(*run) for run in runs), 3, False)
+    made = torch.arange(1.0, 4.0).view(1, 3, 1, 1).bfloat16()
+    sums = torch.ones(1, 6, 1, 2), torch.ones(1, 6, 1, 1)
+    add_tokens(sums, (made.expand(1, 3, 1, 2), made), sent)
+    wanted = torch.ones(6)
+    wanted[[token for run in runs for token in range(*run)]] += torch.arange(1.0, 4.0)
+    assert all(torch.equal(x, wanted.view(1, 6, 1, 1).expand_as(x)) for x in sums)
