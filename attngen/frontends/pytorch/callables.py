@@ -1,4 +1,4 @@
-"""Calls with callables on kernels: a `score_mod` becomes a score fragment, masks booleans."""
+"""Calls with callables on kernels: a `score_mod` becomes a score fragment, masks bits or bools."""
 
 from __future__ import annotations
 
