@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from attngen.call.served import unserved
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.errors import PlanError
@@ -17,6 +18,7 @@ from attngen.kernels.mma_sync.decode.plan import DECODE, DecodePlan
 from attngen.kernels.plan import plans
 from attngen.kernels.support.combine import CombinePlan
 from attngen.kernels.uses import uses_of
+from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT, TARGETS
 from tests.support.forward_kit import BIAS, CAPPED, CAUSAL, DENSE, FP8, PAGED, WIDENED
@@ -71,7 +73,7 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
         with pytest.raises(PlanError, match=word):
             plans(problem, "sm_80")
     narrow = replace(WIDENED, decode=True, head_dim_qk=576, head_dim_v=512)
-    with pytest.raises(PlanError, match="no tile of split keys fits sm_89"):
+    with pytest.raises(PlanError, match="have values of up to 256 columns"):
         plans(narrow, "sm_89")
 
 
@@ -148,3 +150,20 @@ def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
     assert not binary.resources.spill_bytes
     found = count_instructions(cubin)
     assert found["HMMA"] > 10 and found["LDGSTS"] > 5
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
+def test_bytes_of_more_columns_than_a_warp_holds_are_refused_by_name(arch: str) -> None:
+    """A call that names no backend takes the reference then."""
+    spec = AttentionSpec(
+        dtype="bf16",
+        kv_dtype="e4m3",
+        head_dim=576,
+        head_dim_v=512,
+        layout="paged_kv_bshd_bshd_bshd",
+        decode=True,
+        seqused=True,
+    )
+    assert any("values of up to 256 columns" in reason for reason in unserved(spec, arch))
+    assert not unserved(replace(spec, head_dim_v=256), arch)
+    assert not unserved(replace(spec, kv_dtype=None), arch)
