@@ -60,6 +60,7 @@ def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
     run |= {"transformers.md"}  # by tests/unit/frontends/integrations/test_transformers_models.py
     run |= {"jax.md"}  # by tests/unit/frontends/jax/test_guide.py
     run |= {"context-parallel.md"}  # by test_context_parallel.py
+    run |= {"gallery.md"}  # by test_gallery.py
     run |= {"specs.md"}  # by test_specs.py
     assert path.name in run or not blocks_of(path)
 

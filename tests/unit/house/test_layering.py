@@ -38,7 +38,10 @@ HOMES = {
     "torch": {"frontends", "reference", "bench"},
     "jax": {"frontends.jax", "bench.in_jax"},
     "flax": {"frontends.jax.flax"},
-    "transformers": {"frontends.integrations.mask_plan", "frontends.integrations.transformers"},
+    "transformers": {
+        *("frontends.integrations.mask_plan", "frontends.integrations.paged"),
+        "frontends.integrations.transformers",
+    },
     "jinja2": {"kernels.fill"},
     "click": {"cli"},
     "matplotlib": {"bench.plot"},

@@ -359,9 +359,9 @@ def test_resolve_field_that_is_wrong_twice_is_changed_once() -> None:
             {"head_dim": 512, "head_dim_v": 65},
         ),
         (
-            {"head_dim": 576, "directions": ("fwd", "bwd")},
-            "a forward alone to 576, those that split keys (decode) to 576",
-            {"head_dim": 256, "directions": ("fwd", "bwd")},
+            {"head_dim": 576, "head_dim_v": 512, "directions": ("fwd", "bwd")},
+            "each of two CTAs has half of the columns of dK and dV",
+            {"head_dim": 512, "head_dim_v": 512, "directions": ("fwd", "bwd")},
         ),
     ],
 )

@@ -55,13 +55,15 @@ class DqArrivals:
 class DqView(MainView):
     """Values of dq.cu.j2. Strings are C++.
 
-    k_stages, v_stages: buffers for blocks of keys and of values. stores_rows: whether the gradient
-    goes to memory from registers. gaps: gradients of which rows of no sequence are filled. fetch:
-    how rows come. dq_steps: of the product that adds a block to dQ. dq: the gradient. dq_factor:
-    what its sums are multiplied by. first_key_block, next_key_block: the first block of keys that a
-    tile visits, and from one to the next; begin_of_keys: the first where it is known.
+    varlen: whether lengths vary. k_stages, v_stages: buffers for blocks of keys and of values.
+    stores_rows: whether the gradient goes to memory from registers. gaps: gradients of which rows
+    of no sequence are filled. fetch: how rows come. dq_steps: of the product that adds a block to
+    dQ. dq: the gradient. dq_factor: what its sums are multiplied by. first_key_block,
+    next_key_block: the first block of keys that a tile visits, and from one to the next;
+    begin_of_keys: the first where it is known.
     """
 
+    varlen: bool
     jobs: JobsView
     stores_rows: bool
     gaps: tuple[Gap, ...]
@@ -94,15 +96,16 @@ class KeptOperand:
 class KeyTilesView(MainView):
     """Values of templates of kernels whose CTAs own tiles of keys. Strings are C++.
 
-    stores_rows: whether gradients go to memory from registers. gaps: gradients of which rows of no
-    sequence are filled. kept: operands of a tile, in the order
-    in which they are loaded. makes_d: whether consumers make D and LSE of a tile's first blocks.
+    varlen: whether lengths vary. stores_rows: whether gradients go to memory from registers. gaps:
+    gradients of which rows of no sequence are filled. kept: operands of a tile, in the order in
+    which they are loaded. makes_d: whether consumers make D and LSE of a tile's first blocks.
     splits_heads: whether query heads of a group may have tiles of their own. frees_early: whether
     output gradients are freed before queries, with which D comes then. loads_score_tiles: whether
     the copy engine brings what scores read. awaits_at_start: whether the loader of queries waits
     for the kernel before, once. dk, dv: the gradients. fetch: how rows come.
     """
 
+    varlen: bool
     jobs: JobsView
     stores_rows: bool
     gaps: tuple[Gap, ...]
@@ -170,6 +173,7 @@ def dq_view(
         mask_tensor="mask_rows" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.n),
         fetch=fetch_of(plan),
+        varlen=problem.varlen,
         jobs=jobs_view(problem, plan, "QueryLoader{p, smem}", idle_warp=1),
         stores_rows=problem.gather or problem.wide_gradients,
         gaps=gaps_of(problem, plan),
@@ -197,6 +201,7 @@ def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool
     loads_score_tiles = problem.bias and boxed_scores
     return {
         "fetch": fetch_of(plan),
+        "varlen": problem.varlen,
         "jobs": jobs_view(problem, plan, "KvLoader{p, smem}", idle_warp=3),
         "stores_rows": problem.gather or problem.wide_gradients,
         "gaps": gaps_of(problem, plan),

@@ -72,12 +72,12 @@ class MainView:
     struct of operands' elements; mma_element: their type in PTX. head_dim_qk, head_dim_v: columns
     of a CTA.
     tile_m, tile_n: queries and keys a tile, or a block. consumers: warpgroups beside the producer.
-    smem: places in shared memory. kv_alias: the fragment that fetches keys. varlen: whether lengths
-    vary; revisits: whether what is in memory of a tile's context is read anew at blocks. gather:
-    whether warps copy rows that the copy engine cannot read; gathered: the operands then, else
-    none. row_block: queries a block of the workspaces. mask_tensor: the parameter that
-    has a mask's bits, empty where there is none. block_maps: those of the blocks that bits made
-    before show, none where the call's kernels make them. dropout: whether weights are dropped.
+    smem: places in shared memory. kv_alias: the fragment that fetches keys. revisits: whether what
+    is in memory of a tile's context is read anew at blocks. gather: whether warps copy rows that
+    the copy engine cannot read; gathered: the operands then, else none. row_block: queries a block
+    of the workspaces. mask_tensor: the parameter that has a mask's bits, empty where there is none.
+    block_maps: those of the blocks that bits made before show, none where the call's kernels make
+    them. dropout: whether weights are dropped.
     depth: elements of a step of a product's reduction; box_columns: of a row that a box has.
     """
 
@@ -100,7 +100,6 @@ class MainView:
     queries: SequenceView
     keys: SequenceView
     kv_alias: Alias
-    varlen: bool
     revisits: bool
     gather: bool
     gathered: tuple[TensorView, ...]
@@ -145,7 +144,6 @@ def main_fields(
         "queries": sequence_view(uses["q_seq"][0]),
         "keys": sequence_view(uses["kv_seq"][0]),
         "kv_alias": Alias("KvFetch", uses["kv_fetch"][0].fragment.struct),
-        "varlen": problem.varlen,
         "revisits": problem.varlen or problem.positions,
         "gather": problem.gather,
         "gathered": tuple(tensor_view(problem, name) for name in GATHERED * problem.gather),

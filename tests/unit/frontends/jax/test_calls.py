@@ -60,7 +60,7 @@ def test_arguments_are_those_of_the_table() -> None:
         ({"out": Q}, "out belongs to tensors of torch"),
         ({"out_layout": "like_q"}, "XLA lays arrays out"),
         ({"num_splits": 0}, "num_splits=0 is no number of parts"),
-        ({"descale_k": np.ones((1, 4, 8), np.float32)}, "scales a token and head have no"),
+        ({"descale_k": np.ones((1, 4, 8), np.float32)}, "descale_k belongs to FP8 q, k and v"),
     ],
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], says: str) -> None:
