@@ -18,9 +18,7 @@ from . import callable_builtins
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
 
-# Fields beside which a mask is made before, as these values; else it runs as booleans.
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-_ALONE = {"decode": False, "kv_dtype": None}
 
 
 def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,11 +42,7 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
             sequences = -1 if own.prefix is None else len(made.captures[own.prefix])
             asked = callable_builtins.mask_arguments(own, made.captures, given, sequences)
         if asked is None:
-            alone = all(given.get(name, plain) == plain for name, plain in _ALONE.items())
-            layout = layouts.parse(given.get("layout", "bshd"))
-            alone = alone and not (layout.masks_end_anywhere and given.get("attn_mask", False))
-            name = register_program(made.program).name if alone else None
-            return {"mask_mod": name} if name else {"attn_mask": True}
+            return _made_before(word, made, given)
         return {n: x if n == "mask" else True for n, x in asked.items() if n in ("mask", "window")}
     if own is not None and own.bias is not None:
         # Of whatever sizes, as those of calls that add a bias are theirs.
@@ -63,6 +57,20 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
         if asked is not None:
             return {"alibi" if name == "alibi_slopes" else name: True for name in asked}
     return {"score_mod": register_program(made.program).name}
+
+
+def _made_before(word: str, made: Traced, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a mask that no range stands for: made before the kernels, else booleans."""
+    layout = layouts.parse(given.get("layout", "bshd"))
+    beside = layout.masks_end_anywhere and given.get("attn_mask", False)
+    if beside or given.get("kv_dtype") is not None:
+        return {"attn_mask": True}
+    if given.get("decode", False):
+        raise ValueError(
+            f"{word}: no call with such a mask_mod splits keys, however few its queries; leave "
+            "decode out"
+        )
+    return {"mask_mod": register_program(made.program).name}
 
 
 def _function_of(word: str, folder: Path) -> Any:

@@ -148,3 +148,11 @@ def test_other_masks_are_programs_that_kernels_of_their_own_make(spec_of) -> Non
 def test_refusals_name_the_line_and_the_reason(spec_of, word, reason) -> None:
     with pytest.raises(SpecError, match=f"line 3: kernel .*score_mod: .*{reason}"):
         spec_of(f'score_mod = "python:{word}"')
+
+
+def test_masks_that_are_made_are_refused_beside_split_keys(spec_of) -> None:
+    """Calls with one split no keys, so that no kernel of such a spec would serve any."""
+    with pytest.raises(SpecError, match="mask_mod: .*splits keys.*leave decode out"):
+        spec_of('mask_mod = "python:mods.py:odd"', "decode = true")
+    sliding = spec_of('mask_mod = "python:mods.py:sliding"', "decode = true")
+    assert sliding.decode and sliding.window and not sliding.attn_mask
