@@ -19,7 +19,7 @@ from ...call.table import GRADIENT_OF
 from . import backward, forward_onto  # noqa: F401  # define the operations
 from .attention import attention
 from .context_kept import on_device
-from .context_parts import Attended, Features, Merged, Stored
+from .context_parts import Attended, Features, Merged, Stored, gradients_within
 
 KEPT = 1024  # launches, and indices, whose numbers are on a device
 
@@ -200,11 +200,7 @@ def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict
         out, aux = attention(*leaves, **given, backend="reference", return_lse=True)
     lse = aux.lse
     assert lse is not None
-    share = torch.where(lse == -torch.inf, 0.0, (lse - merged.lse).exp()).detach()
-    of_lse = (merged.d_out * (out.detach() - merged.out)).sum(-1).transpose(0, 1)
-    of_lse = of_lse if merged.dlse is None else of_lse + merged.dlse
-    d_out = merged.d_out * share.transpose(0, 1).unsqueeze(-1)
-    wanted = torch.autograd.grad([out, lse], leaves, [d_out.to(out.dtype), share * of_lse])
+    wanted = torch.autograd.grad([out, lse], leaves, gradients_within(merged, out, lse))
     return dict(zip(("dq", "dk", "dv"), wanted, strict=True))
 
 

@@ -231,12 +231,18 @@ def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict
         out, aux = attention(q, k, v, **given, backend="reference", return_lse=True)
     lse = aux.lse
     assert lse is not None
-    share = torch.where(lse == -torch.inf, 0.0, (lse - merged.lse).exp()).detach()
-    of_lse = (merged.d_out * (out.detach() - merged.out)).sum(-1).transpose(1, 2)
-    of_lse = of_lse if merged.dlse is None else of_lse + merged.dlse
-    d_out = merged.d_out * share.transpose(1, 2).unsqueeze(-1)
-    wanted = torch.autograd.grad([out, lse], leaves, [d_out.to(out.dtype), share * of_lse])
+    wanted = torch.autograd.grad([out, lse], leaves, gradients_within(merged, out, lse))
     return dict(zip(("dq", "dk", "dv", "dbias"), wanted, strict=False))
+
+
+def gradients_within(merged: Merged, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """The gradients of a part's output [.., t, h, d_v] and LSE [.., h, t], in their dtypes, which
+    the merge of all parts has from those of what it made."""
+    share = torch.where(lse == -torch.inf, 0.0, (lse - merged.lse).exp()).detach()
+    of_lse = (merged.d_out * (out.detach() - merged.out)).sum(-1).transpose(-1, -2)
+    of_lse = of_lse if merged.dlse is None else of_lse + merged.dlse
+    d_out = merged.d_out * share.transpose(-1, -2).unsqueeze(-1)
+    return [d_out.to(out.dtype), share * of_lse]
 
 
 @dataclass(eq=False)
