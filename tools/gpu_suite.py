@@ -70,7 +70,12 @@ def find_sanitizer() -> str:
 
 
 def start(command: Sequence[str], gpus: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-    """A part of the run, with these GPUs, in this order."""
+    """A part of the run, with these GPUs, in this order.
+
+    It hears an interrupt even where this process, in the background of a script, ignores them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
     with output.open("wb") as file:
         return subprocess.Popen(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,12 +49,23 @@ def test_shards_cover_each_tool(tmp_path) -> None:
     assert [command[-1] for command in of_race] == [f"{n}/5" for n in range(1, 6)]
 
 
-def test_parts_that_reach_the_limit_are_interrupted() -> None:
-    part = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE)
-    assert part.stdout is not None and part.stdout.readline() == b"on\n"
-    gpu_suite.finish([part], time.monotonic() + 0.05)
-    assert part.stdout.read() == b"told\n" and part.returncode == 0
-    part.stdout.close()
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """As in the background of a script, where interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_parts_that_reach_the_limit_are_interrupted(deaf: None, tmp_path: Path) -> None:
+    said = tmp_path / "said.txt"
+    part = gpu_suite.start([sys.executable, "-c", WAITS], ["0"], said)
+    until = time.monotonic() + 60
+    while b"on" not in said.read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    gpu_suite.finish([part], time.monotonic())
+    assert said.read_bytes() == b"on\ntold\n" and part.returncode == 0
 
 
 def test_build_only_builds_what_tests_launch_and_runs_none(monkeypatch, capsys) -> None:
