@@ -51,7 +51,7 @@ def test_shards_cover_each_tool(tmp_path) -> None:
 
 @pytest.fixture
 def deaf() -> Iterator[None]:
-    """As in the background of a script, where interrupts are ignored."""
+    """Interrupts are ignored, as in the background of a script."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
