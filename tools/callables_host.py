@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.bench.timing import host_interleaved
 from attngen.frontends.pytorch import callables
 from tools.callable_cases import At, relative, tree, window
 
@@ -44,26 +44,10 @@ def host_rows() -> Iterator[dict[str, Any]]:
         f"{RECOGNISED}: mask_mod": partial(callables._find, "mask_mod", mask.mask_mod),
     }
     with torch.no_grad():
-        for name, us in _microseconds(calls).items():
+        for name, us in host_interleaved(calls, ROUNDS, CALLS).items():
             yield {"case": name, "direction": "host", "us": round(us, 2)}
         for name, ms in _first_calls(attend).items():
             yield {"case": name, "direction": "first call", "ms": round(ms, 1)}
-
-
-def _microseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(20):
-            call()
-    for _ in range(ROUNDS):
-        for name in random.sample(list(calls), len(calls)):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                calls[name]()
-            samples[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
-            torch.cuda.synchronize()
-    return {name: statistics.median(each) for name, each in samples.items()}
 
 
 def _first_calls(attend: Callable[..., Tensor]) -> dict[str, float]:

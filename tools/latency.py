@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -56,6 +55,7 @@ def host_times() -> dict[str, float]:
     import torch
 
     import attngen
+    from attngen.bench.timing import host_interleaved
 
     q, k, v = operands()
     calls: dict[str, Callable[[], Any]] = {
@@ -74,18 +74,8 @@ def host_times() -> dict[str, float]:
             )
 
         calls |= {"fa3 causal": lambda: fa3(True), "fa3 full": lambda: fa3(False)}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(20):
-            call()
-    for _ in range(ROUNDS):
-        for name in random.sample(list(calls), len(calls)):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                calls[name]()
-            samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    return {name: round(statistics.median(values), 2) for name, values in samples.items()}
+    taken = host_interleaved(calls, ROUNDS, CALLS)
+    return {name: round(us, 2) for name, us in taken.items()}
 
 
 def _calls_of_transformer_engine(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:

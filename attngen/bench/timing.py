@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
 
 MAX_REPEATS = 1000
+HOST_WARM_UP = 20  # calls that are not counted
 CEILING = "cuBLAS bf16 8192x8192x8192"
 CEILING_FLOPS = 2 * 8192**3
 
@@ -61,4 +63,21 @@ def time_interleaved(
             if settle_ms:
                 stopwatch(calls[name], repeats(name, settle_ms))
             samples[name].append(stopwatch(calls[name], repeats(name, budget_ms)))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def host_interleaved(calls: Mapping[str, Call], rounds: int, repeats: int) -> dict[str, float]:
+    """Median microseconds that each call keeps the host, the GPU idle at the first of so many."""
+    for call in calls.values():
+        for _ in range(HOST_WARM_UP):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                calls[name]()
+            samples[name].append(1e6 * (time.perf_counter() - start) / repeats)
+    torch.cuda.synchronize()
     return {name: statistics.median(values) for name, values in samples.items()}

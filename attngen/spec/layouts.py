@@ -204,6 +204,14 @@ def axes_of(layout: Layout, name: str) -> list[str]:
     return axes
 
 
+def order_of_rows(layout: Layout, operand: str) -> list[int]:
+    """The places of axes b, h, s, or of packed tokens h, t, among those that rows of q, k or v
+    have, one number a row: its tensor's without the last, and without one of operands."""
+    carrier, _, _ = layout.home(operand)
+    axes = [each for each in axes_of(layout, carrier) if each in "bhst"]
+    return [axes.index(each) for each in ("ht" if "t" in axes else "bhs")]
+
+
 def _packed_axis_fits(layout: Layout, name: str, tensor: Any) -> bool:
     """Whether the packed axis, if this tensor has one, is as long as the operands it holds."""
     if name not in layout.packed_operands[:1]:

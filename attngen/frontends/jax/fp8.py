@@ -16,7 +16,7 @@ from ...call.numbers import Arguments
 from ...call.table import CARRIERS
 from ...call.tensors import FP8
 from ...spec.call_arguments import TOKEN_AXES
-from ...spec.layouts import Layout, axes_of
+from ...spec.layouts import Layout, order_of_rows
 from .places import Rows
 
 DEFAULT_SCALE_S = 256.0  # of weights, as `attngen.reference.fp8` has it
@@ -97,14 +97,10 @@ def by_heads(rows: Mapping[str, Array], layout: Layout) -> dict[str, Array]:
     for name in CARRIERS:
         carrier, axis, place = layout.home(name)
         x = rows[carrier]
-        axes = [each for each in axes_of(layout, carrier) if each != "d"]
         if axis:
             x = jnp.take(x, place, axis=axis + 1)  # of axes without the last
-            axes = [each for each in axes if each in "bhst"]
-        if "t" in axes:
-            found[f"descale_{name}"] = x.transpose([axes.index(each) for each in "ht"])[None]
-        else:
-            found[f"descale_{name}"] = x.transpose([axes.index(each) for each in "bhs"])
+        x = x.transpose(order_of_rows(layout, name))
+        found[f"descale_{name}"] = x if x.ndim == 3 else x[None]
     return found
 
 

@@ -150,8 +150,7 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
 def packed_of(asked: Asked) -> Asked | None:
     """The call of padded sequences as one of packed ones, whose parts are put together; None where
     it has no lengths, or reads a bias or a mask."""
-    added = any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
-    if asked.packed or asked.uniform or added or torch.compiler.is_compiling():
+    if asked.packed or asked.uniform or _reads_pairs(asked) or torch.compiler.is_compiling():
         return None
     q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (asked.q, asked.k, asked.v))
     return replace(asked, q=q, k=k, v=v, packed=True)
@@ -258,13 +257,17 @@ def _around(
     return Around(*whole, *both_rounds_of(order, lengths, bands, ranks.rank, going)), None
 
 
+def _reads_pairs(asked: Asked) -> bool:
+    """Whether the call has a number for each pair, by which it knows its sequences one by one."""
+    return any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
+
+
 def _form_of(asked: Asked, features: Features) -> Form | None:
     """How parts of a call are put together; None where each is a call of its own, since it reads a
     bias or a mask, or its kernels know one diagonal for all. Plans have identities, of which a
     trace knows nothing."""
-    added = any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
     placed = features.joins or not features.kernels
-    if added or torch.compiler.is_compiling() or (asked.by_position and not placed):
+    if _reads_pairs(asked) or torch.compiler.is_compiling() or (asked.by_position and not placed):
         return None
     bands = asked.bands
     band = Band(*band_of(bands.mask, bands.window))

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...call.table import CARRIERS
 from ...errors import SpecError
 from ...spec import layouts
-from ...spec.layouts import axes_of
+from ...spec.layouts import order_of_rows
 
 
 def by_heads(rows: Mapping[str, Tensor | None], layout: str) -> dict[str, Tensor | None]:
@@ -29,14 +29,10 @@ def by_heads(rows: Mapping[str, Tensor | None], layout: str) -> dict[str, Tensor
         carrier, axis, place = parsed.home(name)
         of_rows = rows[f"descale_{name}"]
         assert of_rows is not None  # one of each carrier
-        axes = [each for each in axes_of(parsed, carrier) if each != "d"]
         if axis:
             of_rows = of_rows.select(axis + 1, place)  # of axes without the last
-            axes = [each for each in axes if each in "bhst"]
-        if "t" in axes:
-            found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "ht"])[None]
-        else:
-            found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "bhs"])
+        of_rows = of_rows.permute(order_of_rows(parsed, name))
+        found[f"descale_{name}"] = of_rows if of_rows.ndim == 3 else of_rows[None]
     return found
 
 

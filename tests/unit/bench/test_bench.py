@@ -182,6 +182,19 @@ def test_markdown_has_operations_a_joule_where_energy_was_measured() -> None:
     assert all(line.count("|") == lines[0].count("|") for line in lines[1:5])
 
 
+def test_host_interleaved_waits_for_the_gpu_before_each_measurement(monkeypatch) -> None:
+    events: list[str] = []
+    clock = iter(float(number) for number in range(100))
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    calls = {name: lambda name=name: events.append(name) for name in "ab"}
+    taken = timing.host_interleaved(calls, rounds=3, repeats=4)
+    assert taken == {"a": 250000.0, "b": 250000.0}  # a second for four calls
+    warm, measured = events[: 2 * timing.HOST_WARM_UP], events[2 * timing.HOST_WARM_UP :]
+    assert "wait" not in warm and events.count("a") == events.count("b") == 20 + 3 * 4
+    assert measured[::5] == ["wait"] * 7 and measured.count("wait") == 7
+
+
 def test_time_interleaved_takes_medians_of_shuffled_rounds(monkeypatch) -> None:
     monkeypatch.setattr(timing.random, "shuffle", random.Random(1).shuffle)
     seen: list[tuple[str, int]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,6 +73,21 @@ def transformers() -> Any:
     return found
 
 
+def check_beside_eager(model: Any, outputs: Callable[[], torch.Tensor]) -> None:
+    """Compares outputs, and gradients of all parameters, with those of the model's own attention.
+    outputs: runs the model."""
+    results = []
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        found = outputs()
+        found.square().mean().backward()
+        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        results.append([found.detach(), *grads])
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+
+
 def model_of(transformers: Any, name: str) -> Any:
     text = "Text" if name in ("Gemma3", "Llama4") else ""
     config = getattr(transformers, f"{name}{text}Config")(**{**SMALL, **MODELS[name]})
@@ -96,17 +112,9 @@ INPUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_and_their_gradients_are_those_of_eager(transformers, name, inputs) -> None:
-    model, given, results = model_of(transformers, name), INPUTS[inputs], []
+    model, given = model_of(transformers, name), INPUTS[inputs]
     there = given.get("attention_mask", torch.ones_like(IDS)).bool()
-    for implementation in ("eager", "attngen"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        logits = model(input_ids=IDS, **given).logits[there]
-        logits.square().mean().backward()
-        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
-        results.append([logits.detach(), *grads])
-    for found, wanted in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+    check_beside_eager(model, lambda: model(input_ids=IDS, **given).logits[there])
 
 
 @pytest.mark.slow
@@ -125,19 +133,13 @@ def test_images_in_a_prompt_see_themselves_as_with_eager(transformers, inputs, m
     asked: list[str] = []
     own = door.attention
     monkeypatch.setattr(door, "attention", lambda *x, **y: asked.extend(y) or own(*x, **y))
-    given, results = INPUTS[inputs], []
+    given = INPUTS[inputs]
     kinds = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0]]).expand(2, -1)
     there = given.get("attention_mask", torch.ones_like(IDS)).bool()
-    for implementation in ("eager", "attngen"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        logits = model(input_ids=IDS, token_type_ids=kinds, **given).logits[there]
-        logits.square().mean().backward()
-        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
-        results.append([logits.detach(), *grads])
+    check_beside_eager(
+        model, lambda: model(input_ids=IDS, token_type_ids=kinds, **given).logits[there]
+    )
     assert asked.count("mask_mod") == 2 and "attn_mask" not in asked
-    for found, wanted in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -214,19 +216,14 @@ def test_encoders_and_cross_attention_are_those_of_eager(transformers, name) -> 
     model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).float().eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
-    results = []
-    for implementation in ("eager", "attngen"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
+
+    def outputs() -> torch.Tensor:
         out = model(**given)
         found = out.logits if hasattr(out, "logits") else out.last_hidden_state
-        if name in ("BERT", "ModernBERT"):  # a padding token's own output is 0 here
-            found = found[given["attention_mask"].bool()]
-        found.square().mean().backward()
-        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
-        results.append([found.detach(), *grads])
-    for found, wanted in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+        # A padding token's own output is 0 in these.
+        return found[given["attention_mask"].bool()] if name in ("BERT", "ModernBERT") else found
+
+    check_beside_eager(model, outputs)
 
 
 @pytest.mark.slow
