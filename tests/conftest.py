@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of GPU tests the kernels are built, on all cores, and no test runs",
     )
     parser.addoption(
+        "--built",
+        action="store_true",
+        help="kernels of GPU tests have been built: none is looked for before the first test",
+    )
+    parser.addoption(
         "--each",
         type=int,
         metavar="N",

@@ -135,12 +135,19 @@ def summarise_sanitizer(path: Path) -> dict[str, Any]:
 
 
 def results(
-    junit: Sequence[Path], sanitizer: Sequence[Path], by_function: bool = False
+    junit: Sequence[Path],
+    sanitizer: Sequence[Path],
+    by_function: bool = False,
+    target: str | None = None,
 ) -> dict[str, Any]:
-    """Everything that the JSON file says. Raises: ReportError."""
+    """Everything that the JSON file says. target: whose kernels were run, where not the chip's own.
+
+    Raises: ReportError.
+    """
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **({"target": target} if target else {}),
         **to_data(describe_machine()),
         "tests": summarise_junit(*junit, by_function=by_function),
         "sanitizer": [summarise_sanitizer(path) for path in sanitizer],
@@ -154,10 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--junit", type=Path, nargs="+", required=True, metavar="XML")
     parser.add_argument("--by-function", action="store_true", help="counts of each function too")
     parser.add_argument("--sanitizer", type=Path, nargs="+", default=[], metavar="LOG")
+    parser.add_argument("--target", help="whose kernels were run, where not the chip's own")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="JSON")
     options = parser.parse_args(arguments)
     try:
-        found = results(options.junit, options.sanitizer, options.by_function)
+        found = results(options.junit, options.sanitizer, options.by_function, options.target)
     except ReportError as error:
         print(error, file=sys.stderr)
         return 2

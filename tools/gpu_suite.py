@@ -1,12 +1,14 @@
 """Runs the GPU tests and sanitizers whole, on every GPU and core of the machine, as JSON.
 
     python tools/gpu_suite.py -o docs/results/gpu-tests.json --logs build/gpu-suite
+    python tools/gpu_suite.py --target sm_90 -o docs/results/gpu-tests-mma-sync.json
 
 Kernels of all tests are built first, on all cores. Then processes share the tests, each with a GPU
 of its own as its first, and beside them run shards of compute-sanitizer's three tools. Needs
 pytest-xdist. Exit status and fields are those of tools/gpu_results.py. Tests that reach the limit
 are stopped, and those that ran still count; a sanitizer that is stopped has no summary, which is
-an error.
+an error. With --target a Hopper GPU runs the kernels of other GPUs; what these refuse by name is
+skipped, and so are tests of what Hopper's own alone do.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from attngen.targets import target  # noqa: E402  # a checkout not installed, too
 from tools import gpu_results  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,9 +43,9 @@ def gpu_names() -> list[str]:
 
 
 def tests_command(tests: Sequence[str], workers: int, junit: Path) -> list[str]:
-    """pytest over the tests, spread over processes."""
+    """pytest over the tests, whose kernels are built, spread over processes."""
     spread = ["-n", str(workers), "--dist", "worksteal", "--junit-xml", str(junit)]
-    return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *spread, *tests]
+    return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--built", *spread, *tests]
 
 
 def build_command(tests: Sequence[str]) -> list[str]:
@@ -102,24 +105,28 @@ def run(options: argparse.Namespace) -> int:
     """The whole run; the exit status of tools/gpu_results.py."""
     logs: Path = options.logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
+    if options.target:
+        os.environ[target.VARIABLE] = options.target
+    tests = [*options.tests, *([f"--each={options.each}"] if options.each else [])]
     gpus, began = gpu_names(), time.monotonic()
     deadline = began + options.limit
-    finish([start(build_command(options.tests), gpus, logs / "build.txt")], deadline)
+    finish([start(build_command(tests), gpus, logs / "build.txt")], deadline)
     print(f"kernels built after {time.monotonic() - began:.0f} s", flush=True)
     junit = logs / "report.xml"
-    tests = tests_command(options.tests, options.workers, junit)
-    parts = [start(tests, gpus, logs / "tests.txt")]
+    command = tests_command(tests, options.workers, junit)
+    parts = [start(command, gpus, logs / "tests.txt")]
     found: list[Path] = []
     shards = sanitizer_commands(find_sanitizer(), logs) if options.sanitizers else iter(())
-    for number, (log, command) in enumerate(shards):
+    for number, (log, shard) in enumerate(shards):
         gpu = gpus[number % len(gpus)]
-        parts.append(start(command, [gpu], log.with_suffix(".txt")))
+        parts.append(start(shard, [gpu], log.with_suffix(".txt")))
         found.append(log)
     finish(parts, deadline)
     print(f"all ended after {time.monotonic() - began:.0f} s", flush=True)
     output = ["--output", str(options.output)]
     named = ["--sanitizer", *map(str, found)] if found else []
-    return gpu_results.main(["--junit", str(junit), *named, *output])
+    forced = ["--target", options.target] if options.target else []
+    return gpu_results.main(["--junit", str(junit), *named, *forced, *output])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=Path("build/gpu-suite"), metavar="DIR")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) * 3 // 4))
     parser.add_argument("--limit", type=float, default=3600, help="seconds of the whole run")
+    parser.add_argument("--target", choices=target.names(), help="whose kernels run on this GPU")
+    parser.add_argument("--each", type=int, metavar="N", help="sets of parameters of each test")
     parser.add_argument("--no-sanitizers", dest="sanitizers", action="store_false")
     return run(parser.parse_args(arguments))
 

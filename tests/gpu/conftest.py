@@ -107,7 +107,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         refused = [each for each in error.reasons if any(why in each for why in REFUSALS)]
         if not (refused and has_other_kernels()):
             raise
-        pytest.skip(refused[0])
+        pytest.skip(refused[0].rpartition(": ")[2])  # behind the problem's label
 
 
 def specs_of(items: list[pytest.Item]) -> list[AttentionSpec]:
@@ -136,13 +136,16 @@ def emulator(request: pytest.FixtureRequest) -> Iterator[device.Emulator | None]
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels(request: pytest.FixtureRequest, emulator: device.Emulator | None) -> None:
-    """Builds every kernel in parallel, so that no test waits for the compiler.
+    """Builds every kernel in parallel, so that no test waits for the compiler, unless --built says
+    that they are there.
 
     A spec that does not build is reported by the tests that need it.
     """
     if request.config.getoption("emulate"):
         return
     torch.backends.cuda.matmul.allow_tf32 = False  # the float32 reference is float32
+    if request.config.getoption("built"):
+        return
     lines = build_all(specs_of(request.session.items))
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:

@@ -39,7 +39,7 @@ import attngen.frontends.pytorch.forward_onto  # noqa: E402
 from attngen import reference  # noqa: E402
 from attngen.call.table import SCALES  # noqa: E402
 from attngen.call.tensors import name_of  # noqa: E402
-from attngen.errors import AttngenError, SpecError  # noqa: E402
+from attngen.errors import AttngenError, PlanError, SpecError  # noqa: E402
 from attngen.frontends.pytorch.backward_parts import RowSums  # noqa: E402
 from attngen.spec.attention_spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import (  # noqa: E402
@@ -294,6 +294,7 @@ def run_fp8_added(case: Fp8AddedCase, device: torch.device) -> None:
     oracle_fp8.check_maxima(aux.amax_s.cpu(), aux.amax_o.cpu(), expected)
 
 
+REFUSALS = (SpecError, PlanError)  # of what a target has no kernel for
 RUNNERS: dict[type, Callable[[Any, torch.device], None]] = {
     BackwardCase: run_backward,
     Fp8AddedCase: run_fp8_added,
@@ -336,7 +337,7 @@ def _build(case: AnyCase, arch: str, may_refuse: bool) -> None:
     """Compile what serves the case, beside others. may_refuse: a call is to say why it cannot."""
     try:
         attngen.build(case.spec, arch)
-    except SpecError:
+    except REFUSALS:
         if not may_refuse:
             raise
 
@@ -346,7 +347,7 @@ def _outcome(case: AnyCase, device: torch.device, may_refuse: bool) -> tuple[str
     try:
         run(case, device)
     except (AssertionError, AttngenError, RuntimeError) as error:
-        refused = may_refuse and isinstance(error, SpecError)
+        refused = may_refuse and isinstance(error, REFUSALS)
         return "refused" if refused else "wrong", f": {error}"
     return "right", ""
 

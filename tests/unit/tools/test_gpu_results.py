@@ -104,7 +104,10 @@ def test_main_writes_what_ran_on_what(tmp_path, capsys):
     assert found["sanitizer"][0]["errors"] == 2
     assert found["sources"] == digest.source_digests()
     assert {"chip", "driver", "torch", "cuda", "nvrtc", "python", "date"} <= found.keys()
+    assert "target" not in found
     assert "1 passed, 2 failed, 1 errors, 2 skipped" in capsys.readouterr().out
+    gpu_results.main([*arguments, "--target", "sm_90"])
+    assert json.loads(output.read_text())["target"] == "sm_90"
 
 
 def test_main_everything_right_exits_with_0(tmp_path):

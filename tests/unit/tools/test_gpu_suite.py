@@ -49,6 +49,32 @@ def test_shards_cover_each_tool(tmp_path) -> None:
     assert [command[-1] for command in of_race] == [f"{n}/5" for n in range(1, 6)]
 
 
+def test_a_named_target_is_run_and_recorded(monkeypatch, tmp_path: Path) -> None:
+    """Parts hear of it, kernels are built once, and the report says whose they were."""
+    started: list[list[str]] = []
+    named: list[str] = []
+
+    def start(command: list[str], gpus: list[str], output: Path) -> str:
+        started.append(command)
+        named.append(gpu_suite.os.environ[gpu_suite.target.VARIABLE])
+        return "part"
+
+    monkeypatch.setenv(gpu_suite.target.VARIABLE, "")
+    monkeypatch.setattr(gpu_suite, "gpu_names", lambda: ["0"])
+    monkeypatch.setattr(gpu_suite, "find_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(gpu_suite, "start", start)
+    monkeypatch.setattr(gpu_suite, "finish", lambda parts, deadline: None)
+    told: list[list[str]] = []
+    monkeypatch.setattr(gpu_suite.gpu_results, "main", lambda given: told.append(given) or 0)
+    options = ["--target", "sm_90", "--each", "2", "--logs", str(tmp_path), "-o", "found.json"]
+    assert gpu_suite.main(options) == 0
+    build, tests, *shards = started
+    assert "--build-only" in build and "--built" in tests and len(shards) == 3 * gpu_suite.SHARDS
+    assert "--each=2" in build and "--each=2" in tests
+    assert set(named) == {"sm_90"}
+    assert told[0][-4:] == ["--target", "sm_90", "--output", "found.json"]
+
+
 @pytest.fixture
 def deaf() -> Iterator[None]:
     """Interrupts are ignored, as in the background of a script."""
