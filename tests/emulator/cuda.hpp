@@ -91,6 +91,7 @@ void mbarrier_wait(u32 barrier, u32 parity);
 void barrier_sync(u32 id, u32 threads);
 // Of two neighbouring CTAs: arrival at a barrier of the CTA `rank`, and all of their threads.
 void mbarrier_arrive_at(u32 address, u32 rank);
+void mbarrier_arrive_at_after(u32 loaded, u32 address, u32 rank);
 void cluster_sync();
 // An address of the CTA `rank` of a cluster, and numbers that are sent to one.
 u32 place_of(u32 address, u32 rank);

@@ -84,6 +84,11 @@ STATEMENTS: dict[str, str] = {
     "@done bra DONE;bra WAIT;DONE:}": f"{_E}mbarrier_wait(%0, %1)",
     "{.reg .b32 there;mapa.shared::cluster.u32 there, %0, %1;"
     "mbarrier.arrive.shared::cluster.b64 _, [there];}": f"{_E}mbarrier_arrive_at(%0, %1)",
+    "{.reg .b32 there, none;mov.u32 none, %%laneid;and.b32 none, none, %0;"
+    "mapa.shared::cluster.u32 there, %1, %2;add.u32 there, there, none;"
+    "mbarrier.arrive.shared::cluster.b64 _, [there];}": (
+        f"{_E}mbarrier_arrive_at_after(%0, %1, %2)"
+    ),
     "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {_E}place_of(%1, %2)",
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];": (
         f"{_E}send(%0, {{%1, %2, %3, %4}}, %5)"

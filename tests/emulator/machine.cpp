@@ -436,6 +436,10 @@ void mbarrier_arrive_at(u32 address, u32 rank) {
   complete(barrier);
   pause();
 }
+void mbarrier_arrive_at_after(u32, u32 address, u32 rank) {
+  if (lane() != 0) fail("lane %d arrives where a warp's first does", lane());
+  mbarrier_arrive_at(address, rank);
+}
 u32 place_of(u32 address, u32 rank) {
   neighbour(rank);
   return (rank + 1) << 24 | address;

@@ -12,14 +12,28 @@ ATTNGEN_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // Arrives at a barrier of the CTA `rank`, whose address in its own shared memory is `barrier`. The
-// arrival tells that reads are done, and of no writes: one that releases at the cluster's scope
-// compiles to a fence of all memory.
+// arrival tells that products have read what they were awaited for, and of no writes: one that
+// releases at the cluster's scope compiles to a fence of all memory. It overtakes a thread's own
+// loads.
 ATTNGEN_DEVICE void mbarrier_arrive_at(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
+      : "memory");
+}
+// Arrives likewise, by a warp's first lane, but not before `loaded`, which depends on what has been
+// read, is known: the address depends on it, by its bits that the lane's number has, none.
+ATTNGEN_DEVICE void mbarrier_arrive_at_after(u32 loaded, u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there, none;\n"
+      "mov.u32 none, %%laneid;\n"
+      "and.b32 none, none, %0;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "add.u32 there, there, none;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(loaded),
+      "r"(barrier), "r"(rank)
       : "memory");
 }
 // A place of the CTA `rank`, whose address in its own shared memory is `address`, as the cluster
