@@ -60,7 +60,11 @@ class CallCache(Generic[Value]):
         return None
 
     def note(self, key: Any, tensors: Sequence[Any], value: Value) -> None:
-        """Make `find` find the value."""
+        """Make `find` find the value, unless the key has no hash."""
+        try:
+            known = self.recent.get(key, [])
+        except TypeError:
+            return
         first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
         pairs = [(first[id(tensor)], place) for place, tensor in enumerate(tensors)]
         same = tuple((one, other) for one, other in pairs if one != other)
@@ -70,7 +74,7 @@ class CallCache(Generic[Value]):
             self.recent.clear()
         # In one assignment: another thread may be looking.
         made = Guarded(guards.check, value, pick, same)
-        self.recent[key] = [made, *self.recent.get(key, [])[: RECENT - 1]]
+        self.recent[key] = [made, *known[: RECENT - 1]]
 
     def keep(self, formats: Any, value: Value) -> None:
         """Make `by_format` have the value."""

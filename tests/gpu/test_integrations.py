@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 import attngen
-from attngen.frontends.integrations import paged
+from attngen.frontends.integrations import left_padded, paged
 from attngen.frontends.pytorch import callable_listed
 from tests.support import mask_kit
 
@@ -205,8 +205,13 @@ IDS = torch.randint(1, 64, (2, 100), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("inputs", ["plain", "left", "right", "packed"])
-def test_models_of_transformers_run_on_kernels(llama: Any, inputs: str) -> None:
+@pytest.mark.parametrize("inputs", ["plain", "left", "left of many", "right", "packed"])
+def test_models_of_transformers_run_on_kernels(
+    llama: Any, inputs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if inputs == "left of many":
+        monkeypatch.setattr(left_padded, "MANY", 1)
+        inputs = "left"
     there = torch.ones_like(IDS)
     padding = {"left": slice(0, 30), "right": slice(80, None)}
     there[0, padding.get(inputs, slice(0))] = 0

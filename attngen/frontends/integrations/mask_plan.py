@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import Schedule
+from .left_padded import Kept
 
 _HOME = "transformers.masking_utils"
 
@@ -184,12 +185,14 @@ class PlannedMask:
     code that slices it, joins it with others, or asks for what only tensors have.
 
     arguments: of `attention`, that say the same; ends: cumulative lengths of documents in all rows,
-    which are packed tokens then; None for dense sequences.
+    which are packed tokens then; None for dense sequences. lengths: of sequences behind padding, as
+    packed tokens, by their sizes: its layers make them once.
     """
 
     request: Request
     arguments: dict[str, Any]
     ends: Tensor | None = None
+    lengths: Kept = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

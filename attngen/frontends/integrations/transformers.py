@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import attention
 from ...errors import SpecError
+from . import left_padded
 from .mask_plan import PlannedMask, Request, plan_of
 from .paged import (
     PAGES,
@@ -108,7 +109,7 @@ def attend(
             run = attend_cache if given.get("cache") is not None else attend_packed
             found = run(module, (query, key, value), arguments, given)
         return _output(found).unflatten(0, (query.shape[0], -1)), None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     ends = None
     if isinstance(attention_mask, PlannedMask):
         ends = attention_mask.ends
@@ -118,6 +119,10 @@ def attend(
     else:
         arguments |= _without_mask(module, q.shape[1], k.shape[1], given)
     if ends is None or "attn_mask" in arguments:
+        if arguments.get("seqstart_kv") is not None and not torch.compiler.is_compiling():
+            kept = attention_mask.lengths  # type: ignore[union-attr]  # which alone says so
+            found = left_padded.attend((query, key, value), arguments, kept)
+            return _output(found), None
         return _output(attention(q, k, v, layout="bshd", **arguments)), None
     rows = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))

@@ -130,7 +130,7 @@ def attention(
             return eight_bits.run(attention, eight)
     if torch.compiler.is_compiling() or routing.CHECK_VALUES:
         return route(attention, (q, k, v), given, Bound(None, []), None)
-    state = torch.is_grad_enabled(), is_deterministic(), default.backend  # as into.state has it
+    state = torch.is_grad_enabled(), is_deterministic(), default.backend  # as calls.state has it
     key, tensors = bind(state, q, k, v, given)
     refusal = None
     if (known := calls.find(key, tensors)) is not None:

@@ -31,11 +31,10 @@ from ...reference.fp8 import is_fp8
 from ...results import AttentionGradients
 from . import left_padding, on_reference, routing
 from .backward import differentiate, dispatch
-from .calls import bind
+from .calls import bind, state
 from .casts import autocast, without_autocast
 from .checked_call import CheckedCall, Operands, arguments_of, operands_of
 from .checks import check_rest
-from .into import state
 from .operation import unobserved
 from .outputs import laid_out
 from .signature import CallForm, places_of
@@ -103,7 +102,7 @@ def attention_backward(
     if on_kernels:
         try:
             made = KnownBackward.of(call)
-            if plainly is call and key is not None and all(map(is_plain, tensors)):
+            if key is not None and _may_be_kept(plainly, call, tensors):
                 slots = {x.name: x.slot for x in fragment_operands(call.mask, call.score_mod)}
                 homes = homes_of(q, k, v, given, slots, Tensor)
                 made = replace(made, homes=tuple([homes.get(name, -1) for name in INPUTS]))
@@ -112,6 +111,13 @@ def attention_backward(
         except (SpecError, LimitError) as refusal:
             routing.leave_kernels(refusal, call.backend)
     return _by_definition(call, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
+
+
+def _may_be_kept(given: AttentionCall, call: AttentionCall, tensors: list[Tensor]) -> bool:
+    """Whether a call in plain words has the tensors of one as given, which are plain, too."""
+    pairs = ((getattr(given, name), getattr(call, name)) for name in ROWS)
+    same = given is call or all(x is y for x, y in pairs if isinstance(x, Tensor))
+    return same and all(map(is_plain, tensors))
 
 
 def _is_autocast(q: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.backend import default
 from ...call.bind import Key, binder, homes_of
 from ...call.cache import CallCache
 from ...call.fragments import operands_of as fragment_operands
-from ...call.table import INPUTS, ROWS, AttentionCall, given_by, make_call, names
+from ...call.table import CARRIERS, INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
 from . import callables, eight_bits, left_padding, nested, on_reference, routing
@@ -22,7 +24,7 @@ from .casts import autocast
 from .checked_call import CheckedCall, Result, operands_of
 from .checks import check_rest, traced_refusal
 from .operation import format_of
-from .torch_private import PLAIN, guard, is_plain, may_be_kept
+from .torch_private import PLAIN, guard, is_deterministic, is_plain, may_be_kept
 
 bind = binder(Tensor)
 calls: CallCache[CheckedCall] = CallCache(guard)
@@ -31,6 +33,11 @@ Attend = Callable[..., Any]
 _UNKEYED = (TypeError, RuntimeError, ValueError)
 _LONGEST = names("longest")
 _PACKAGE = f"{__name__.partition('.')[0]}."
+
+
+def state() -> Key:
+    """State of torch and of attngen, on which calls depend beside their arguments."""
+    return torch.is_grad_enabled(), is_deterministic(), default.backend
 
 
 class Bound(NamedTuple):
@@ -83,7 +90,7 @@ def route(
                 refusal = error
     plainly = reference.converted(call)
     if plainly is not call:
-        return attend(**given_by(plainly))  # type: ignore[no-any-return]
+        return _plainly(attend, given_by(plainly), given, bound)
     if eight_bits.needs_gradient(call):
         return eight_bits.differentiable(attend, call, carriers)
     if refusal is None and call.functions:
@@ -115,6 +122,26 @@ def route(
             except (SpecError, LimitError) as error:
                 refusal = error
     return _by_reference(call, refusal)
+
+
+def _plainly(
+    attend: Attend, plainly: dict[str, Any], given: dict[str, Any], bound: Bound
+) -> Result:
+    """The result of a call in plain words, whose kernels later serve the words of this one, too.
+
+    plainly: all arguments of the plain call; given, bound: of this one.
+    """
+    q, k, v = (plainly.pop(name, None) for name in CARRIERS)
+    ordered = {name: plainly[name] for name in given if name in plainly} | plainly
+    found: Result = attend(q, k, v, **ordered)
+    key, tensors = bound
+    if key is None or torch.compiler.is_compiling():
+        return found
+    plain_key, plain = bind(state(), q, k, v, ordered)
+    alike = len(plain) == len(tensors) and all(map(operator.is_, plain, tensors))
+    if alike and (known := calls.find(plain_key, plain)) is not None:
+        _note(bound, known)
+    return found
 
 
 def _by_reference(call: AttentionCall, refusal: SpecError | LimitError | None) -> Result:

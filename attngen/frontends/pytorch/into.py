@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.backend import default
-from ...call.bind import Key
 from ...call.memory import has_one_place_each, share_bytes
 from ...call.recipe import in_force
 from ...call.table import CARRIERS
@@ -17,17 +15,12 @@ from ...errors import LimitError, SpecError
 from ...results import AttentionAux
 from . import routing
 from .backward import readable
-from .calls import bind, calls
+from .calls import bind, calls, state
 from .operation import unobserved
-from .torch_private import is_deterministic, is_plain, share_storage
+from .torch_private import is_plain, share_storage
 
 Carriers = tuple[Any, Any, Any]
 Result = Tensor | tuple[Tensor, AttentionAux]
-
-
-def state() -> Key:
-    """State of torch and of attngen, on which calls depend beside their arguments."""
-    return torch.is_grad_enabled(), is_deterministic(), default.backend
 
 
 def attend(call: Callable[..., Any], carriers: Carriers, given: Mapping[str, Any]) -> Result:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import attngen
+from attngen.frontends.pytorch import calls
 from tests.support import launch_kit
 from tests.support.caches import BACKWARD, FORWARD, forget
 from tests.support.paths import ROOT
@@ -67,8 +69,18 @@ def with_sink(length: int = 128) -> dict[str, Any]:
     return dense(length, softmax="learnable", sink=torch.zeros(4))
 
 
+def with_defaults(length: int = 128) -> dict[str, Any]:
+    return dense(length, softcap=None, window=None, bottom_right=True)
+
+
+def in_other_words(length: int = 128) -> dict[str, Any]:
+    return dense(length) | {"mask": ["causal"], "window": [7, 0], "softmax_scale": np.float32(0.3)}
+
+
 CALLS: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
     "plain": (dense, PLAIN),
+    "defaults": (with_defaults, PLAIN),
+    "other words": (in_other_words, PLAIN),
     "lse": (with_lse, BESIDE),
     "sink": (with_sink, BESIDE),
     "packed": (packed, BESIDE),
@@ -88,6 +100,28 @@ def test_warm_call_enters_few_functions(name: str) -> None:
     with counted() as entered:
         attngen.attention(**call, backend="cuda")
     assert len(entered) <= most, entered
+
+
+def test_words_without_a_hash_are_read_in_each_call() -> None:
+    for scale in (0.3, 0.4):
+        out = launch(dense(softmax_scale=np.array(scale)))
+        assert out.shape == (2, 128, 4, 64)
+    scales = {each.arguments.softmax_scale for each in calls.calls.by_format.values()}
+    assert scales == {0.3, 0.4}
+
+
+@pytest.mark.parametrize("name", ["plain", "defaults", "other words"])
+def test_warm_backward_is_found_in_any_words(name: str) -> None:
+    make, _ = CALLS[name]
+    for _ in range(3):
+        given = make()
+        carriers = [given.pop(each) for each in "qkv"]
+        q, *_ = carriers
+        with counted() as entered:
+            attngen.attention_backward(
+                *(q, *carriers, q, torch.zeros(2, 4, 128)), **given, backend="cuda"
+            )
+    assert not [each for each in entered if each.endswith(": make_call")]
 
 
 def test_warm_step_of_training_enters_few_functions() -> None:

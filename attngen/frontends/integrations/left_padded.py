@@ -1,0 +1,84 @@
+"""Batches behind left padding as packed tokens with gaps, with lengths that layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ... import attention
+
+MANY = 128  # queries of a sequence whose keys one CTA reads
+SPLIT = -1  # keys of packed tokens, into as many parts as fill the chip
+_BY_HEAD = ("sink", "dropout_p")  # what heads apart would have otherwise
+_REPLACED = ("seqstart_q", "seqstart_kv", "seqused_q", "seqused_kv")
+Arguments = dict[str, Any]
+Kept = dict[Hashable, dict[str, Tensor]]
+
+
+def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: Kept) -> Any:
+    """The output [b, s_q, h, d_v] of dense operands [b, h, s, d] whose keys begin at
+    `seqstart_kv`, or a pair of it and by-products.
+
+    Keys of single queries are read where they lie, if heads follow each other in memory: each head
+    is a sequence then. Others are copied where positions do not follow each other.
+
+    arguments: of `attention`; kept: lengths by sizes, that this has made for the same arguments.
+    """
+    q, k, v = operands
+    b, heads, rows, _ = q.shape
+    of_keys, room = k.shape[1:3]
+    rest = {name: x for name, x in arguments.items() if name not in _REPLACED}
+    if rows == 1 and not any(name in arguments for name in _BY_HEAD) and _is_dense(k, v):
+        rest |= _lengths(arguments, kept, (b, of_keys, rows, room))
+        grouped = q.reshape(b * of_keys, heads // of_keys, -1)
+        k, v = (x.flatten(0, 2).unsqueeze(1) for x in (k, v))
+        alone: Tensor = attention(grouped, k, v, layout="thd", num_splits=SPLIT, **rest)
+        return alone.reshape(b, 1, heads, -1)
+    q, k, v = (x.transpose(1, 2) for x in operands)
+    if rows < MANY:
+        return attention(q, k, v, layout="bshd", **arguments)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    rest |= _lengths(arguments, kept, (b, 1, rows, room))
+    found: Any = attention(q, k, v, layout="thd", **rest)
+    if not isinstance(found, tuple):
+        return found.unflatten(0, (b, rows))
+    out, aux = found
+    return out.unflatten(0, (b, rows)), aux
+
+
+def _is_dense(k: Tensor, v: Tensor) -> bool:
+    """Whether heads follow each other in memory, and positions within each."""
+    return k.is_contiguous() and v.is_contiguous()
+
+
+def _lengths(
+    arguments: Arguments, kept: Kept, sizes: tuple[int, int, int, int]
+) -> dict[str, Tensor]:
+    """Cumulative lengths of both sides and where sequences begin, int32 [n + 1]. sizes: sequences,
+    heads of each that are sequences of their own, and rows of the tensors of either side."""
+    if sizes not in kept:
+        b, heads, *rooms = sizes
+        kept[sizes] = {
+            name: x
+            for side, room in zip(("q", "kv"), rooms, strict=True)
+            for name, x in _of_side(arguments, side, b, heads, room).items()
+        }
+    return kept[sizes]
+
+
+def _of_side(arguments: Arguments, side: str, b: int, heads: int, room: int) -> dict[str, Tensor]:
+    start, used = (arguments.get(f"{name}_{side}") for name in ("seqstart", "seqused"))
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": arguments["seqstart_kv"].device}
+    begin = torch.zeros(b, **numbers) if start is None else start.clamp(0, room)
+    end = torch.full((b,), room, **numbers) if used is None else used.clamp(0, room)
+    begin, end = (x.repeat_interleave(heads) for x in (begin, end))
+    counts = (end - begin).clamp(min=0).cumsum(0)
+    rows = torch.arange(0, (b * heads + 1) * room, room, **numbers)
+    return {
+        f"cu_seqlens_{side}": pad(counts, (1, 0)).to(torch.int32),
+        f"cu_seqlens_{side}_padded": rows + pad(begin, (0, 1)).to(torch.int32),
+    }
