@@ -9,6 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor import config
+from transformers import masking_utils
 
 from attngen.errors import MeasureError
 from tools import doors_speed, doors_table
@@ -33,6 +36,34 @@ def test_row_holds_medians_beside_the_best_peer() -> None:
     assert found["ms"] == {"attngen": 2.0, "flash": 3.0, "flex": 5.0}
     assert (found["best_peer"], found["ratio"]) == ("flash", 1.5)
     assert row(flash=3.0)["ratio"] is None and row(attngen=3.0)["best_peer"] is None
+
+
+def test_results_are_apart_by_what_most_tokens_are() -> None:
+    wanted = torch.ones(2, 4, 8)
+    assert doors_speed.off_by(wanted * 1.25, wanted) == pytest.approx(0.25)
+    tipped = wanted.clone()
+    tipped[0, 1] = 7.0
+    assert doors_speed.off_by(tipped, wanted) == 0.0
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_own_attention_gets_the_mask_of_transformers(window: int | None) -> None:
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    sizes = {"batch_size": 2, "q_length": 2, "kv_length": 9, "q_offset": torch.tensor(4)}
+    given = {**sizes, "mask_function": function, "dtype": torch.bfloat16}
+    found = doors_speed.own_mask(**given)
+    assert torch.equal(found, masking_utils.eager_mask(**given))
+    assert 0 < (found == 0).sum() < found.numel()
+
+
+@pytest.mark.parametrize("sorts", [False, True])
+def test_pytorch_sorts_for_inductor_where_it_is_asked_to(sorts: bool) -> None:
+    before = config.triton.persistent_reductions
+    with doors_speed._compiled(time.monotonic() + 5, sorts):
+        assert config.triton.persistent_reductions is not sorts
+    assert config.triton.persistent_reductions is before
 
 
 def test_what_compiles_for_long_is_ended() -> None:
