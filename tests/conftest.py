@@ -23,8 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--build-only",
-        action="store_true",
-        help="of GPU tests the kernels are built, on all cores, and no test runs",
+        nargs="?",
+        const="1/1",
+        metavar="I/N",
+        help="of GPU tests the kernels are built, or part I of N, and no test runs",
     )
     parser.addoption(
         "--built",

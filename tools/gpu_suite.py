@@ -31,6 +31,7 @@ from tools import gpu_results  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SHARDS = 5  # of each: as many processes as there are of all tests, about
+BUILDER_CORES = 4  # of a process that builds kernels
 PATIENCE = 20  # seconds that a stopped part has for its report
 
 
@@ -48,9 +49,13 @@ def tests_command(tests: Sequence[str], workers: int, junit: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--built", *spread, *tests]
 
 
-def build_command(tests: Sequence[str]) -> list[str]:
-    """pytest that builds what the tests launch, and runs none."""
-    return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--build-only", *tests]
+def build_commands(tests: Sequence[str], cores: int) -> Iterator[list[str]]:
+    """Processes of pytest that build what the tests launch, and run none: one for some cores, as
+    threads of a single one wait for each other to render."""
+    parts = -(-cores // BUILDER_CORES)
+    for part in range(1, parts + 1):
+        share = f"--build-only={part}/{parts}"
+        yield [sys.executable, "-m", "pytest", "-q", "-m", "gpu", share, *tests]
 
 
 def sanitizer_commands(sanitizer: str, logs: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -79,7 +84,8 @@ def start(command: Sequence[str], gpus: Sequence[str], output: Path) -> subproce
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with output.open("wb") as file:
         return subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **settings}, stdout=file, stderr=file
@@ -110,7 +116,8 @@ def run(options: argparse.Namespace) -> int:
     tests = [*options.tests, *([f"--each={options.each}"] if options.each else [])]
     gpus, began = gpu_names(), time.monotonic()
     deadline = began + options.limit
-    finish([start(build_command(tests), gpus, logs / "build.txt")], deadline)
+    builders = enumerate(build_commands(tests, len(os.sched_getaffinity(0))), 1)
+    finish([start(each, gpus, logs / f"build-{n}.txt") for n, each in builders], deadline)
     print(f"kernels built after {time.monotonic() - began:.0f} s", flush=True)
     junit = logs / "report.xml"
     command = tests_command(tests, options.workers, junit)

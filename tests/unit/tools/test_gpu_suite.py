@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -61,6 +62,7 @@ def test_a_named_target_is_run_and_recorded(monkeypatch, tmp_path: Path) -> None
 
     monkeypatch.setenv(gpu_suite.target.VARIABLE, "")
     monkeypatch.setattr(gpu_suite, "gpu_names", lambda: ["0"])
+    monkeypatch.setattr(gpu_suite.os, "sched_getaffinity", lambda _: range(6))
     monkeypatch.setattr(gpu_suite, "find_sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(gpu_suite, "start", start)
     monkeypatch.setattr(gpu_suite, "finish", lambda parts, deadline: None)
@@ -68,8 +70,9 @@ def test_a_named_target_is_run_and_recorded(monkeypatch, tmp_path: Path) -> None
     monkeypatch.setattr(gpu_suite.gpu_results, "main", lambda given: told.append(given) or 0)
     options = ["--target", "sm_90", "--each", "2", "--logs", str(tmp_path), "-o", "found.json"]
     assert gpu_suite.main(options) == 0
-    build, tests, *shards = started
-    assert "--build-only" in build and "--built" in tests and len(shards) == 3 * gpu_suite.SHARDS
+    build, other, tests, *shards = started
+    assert "--build-only=1/2" in build and "--build-only=2/2" in other
+    assert "--built" in tests and len(shards) == 3 * gpu_suite.SHARDS
     assert "--each=2" in build and "--each=2" in tests
     assert set(named) == {"sm_90"}
     assert told[0][-4:] == ["--target", "sm_90", "--output", "found.json"]
@@ -94,6 +97,17 @@ def test_parts_that_reach_the_limit_are_interrupted(deaf: None, tmp_path: Path) 
     assert said.read_bytes() == b"on\ntold\n" and part.returncode == 0
 
 
+def test_parts_find_what_the_suite_does(monkeypatch, tmp_path: Path) -> None:
+    """A path that the caller names reaches the parts, behind the checkout."""
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    said = tmp_path / "said.txt"
+    part = gpu_suite.start(
+        [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], ["0"], said
+    )
+    gpu_suite.finish([part], time.monotonic() + 60)
+    assert said.read_text().split(os.pathsep) == [".", "elsewhere\n"]
+
+
 def test_build_only_builds_what_tests_launch_and_runs_none(monkeypatch, capsys) -> None:
     from tests.gpu import conftest
 
@@ -102,3 +116,5 @@ def test_build_only_builds_what_tests_launch_and_runs_none(monkeypatch, capsys) 
     specs = [object(), object()]
     (line,) = conftest.build_all(specs)
     assert sorted(map(id, built)) == sorted(map(id, specs)) and line.startswith("2 kernels ready")
+    conftest.build_all(specs, "2/2")
+    assert built[2:] == specs[1:]
