@@ -10,8 +10,9 @@ own. Medians of interleaved rounds. Training has a process, and inference, of ea
 all compile at once, then one after another is timed. Compiled code is kept where
 TORCHINDUCTOR_CACHE_DIR says; a run that finds none may need --ready-within of some minutes, and
 leaves out what it does not get ready. --compile does that alone, in stacks as narrow as attention
-leaves them. Two things of peers are mended: the mask of a model's own attention, which no graph
-takes as transformers 5.17 makes it, and the sort of a FlexAttention mask of 128 blocks, a kernel
+leaves them. Three things of peers are mended, as transformers 5.17 has them: the mask of a model's
+own attention, which no graph takes; that of FlexAttention over a fixed cache, whose queries move on
+by one before they are asked where they are; and the sort of one of 128 blocks of queries, a kernel
 that Triton compiles for minutes, which is PyTorch's own sort here.
 """
 
@@ -23,13 +24,12 @@ import itertools
 import logging
 import multiprocessing
 import random
-import signal
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -45,6 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attngen import integrations  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
+from tools.doors_peers import compiled, register_masks  # noqa: E402
 from tools.graphs import captured  # noqa: E402
 from tools.reports import write_rows  # noqa: E402
 
@@ -230,7 +231,7 @@ class Row:
                 raise MeasureError(f"not asked for above {MOST_EAGER} tokens")
             select()
             sorts = length == SORTED_FOR_LONG and not decodes
-            compiles = _compiled(until, sorts) if who in COMPILED else nullcontext()
+            compiles = compiled(until, sorts) if who in COMPILED else nullcontext()
             with around(), compiles:
                 out = self.call().detach().float()
                 again = captured(self.call) if decodes else self.call
@@ -273,51 +274,15 @@ def off_by(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
 
 
-def own_mask(*, dtype: torch.dtype, **given: Any) -> torch.Tensor:
-    """The mask [b, 1, q, kv] that a model's own attention adds to the scores, made by kernels
-    alone."""
-    from transformers.masking_utils import sdpa_mask
-
-    whole = given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    shown: Any = sdpa_mask(**whole)
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, hidden)
-
-
-@contextmanager
-def _compiled(until: float, sorts: bool) -> Iterator[None]:
-    """Let Inductor compile until a time of the monotonic clock. sorts: PyTorch does for it."""
-    persistent = {"triton.persistent_reductions": not sorts}  # by which alone Inductor sorts
-    with _ended(until), inductor.patch(persistent):
-        yield
-
-
-@contextmanager
-def _ended(until: float) -> Iterator[None]:
-    """Raise a MeasureError in what takes longer than until, of the monotonic clock."""
-
-    def end(*_: Any) -> None:
-        raise MeasureError("not compiled in time")
-
-    signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(1e-3, until - time.monotonic()))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def work(parent: Connection, task: Task, options: argparse.Namespace) -> None:
     """A process: prepare its rows, say so, and time them when the parent answers."""
-    from transformers import AttentionMaskInterface
-
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     inductor.compile_threads = 1  # here: others compile beside this one
     # A step of another length is compiled for that length, as a program of one length would be.
     torch._dynamo.config.automatic_dynamic_shapes = False
     integrations.transformers.register(backend="cuda")
-    AttentionMaskInterface.register("eager", own_mask)
+    register_masks()
     stack = STACKS[task.stack]
     model = model_of(stack, options.compile)
     own = [Row(model, task, step) for step in task.steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from .paged import (
 __all__ = ["attend", "mask_of", "register"]
 Mask = PlannedMask | Tensor | None
 PAGED, SDPA = "paged|", "sdpa"
+log = logging.getLogger("attngen")
+_said: set[str] = set()
 
 
 def register(name: str = "attngen", backend: str = "auto") -> str:
@@ -102,6 +105,8 @@ def attend(
         arguments |= {"dropout_p": p, "return_rng_state": True}
     if (bias := given.get("position_bias")) is not None:
         arguments["bias"] = bias
+    if given.get("output_attentions"):
+        _say_no_weights()
     if has_packed_tokens(given) and (attention_mask is None or is_batched(given)):
         if (pages := given.get(PAGES)) is not None:
             found = attend_pages(module, query, pages, arguments, given)
@@ -128,6 +133,15 @@ def attend(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     arguments |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     return _output(attention(q, k, v, **arguments)).unflatten(0, rows), None
+
+
+def _say_no_weights() -> None:
+    if not torch.compiler.is_compiling() and "weights" not in _said:
+        _said.add("weights")
+        log.warning(
+            "output_attentions: kernels keep no weights, so a model's attentions are empty; load "
+            "it with attn_implementation='eager' for these"
+        )
 
 
 def _output(found: Any) -> Tensor:

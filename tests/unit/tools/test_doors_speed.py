@@ -14,7 +14,7 @@ from torch._inductor import config
 from transformers import masking_utils
 
 from attngen.errors import MeasureError
-from tools import doors_speed, doors_table
+from tools import doors_peers, doors_speed, doors_table
 
 
 def row(**ms: float) -> dict[str, Any]:
@@ -53,24 +53,34 @@ def test_own_attention_gets_the_mask_of_transformers(window: int | None) -> None
         function = masking_utils.sliding_window_causal_mask_function(window)
     sizes = {"batch_size": 2, "q_length": 2, "kv_length": 9, "q_offset": torch.tensor(4)}
     given = {**sizes, "mask_function": function, "dtype": torch.bfloat16}
-    found = doors_speed.own_mask(**given)
+    found = doors_peers.own_mask(**given)
     assert torch.equal(found, masking_utils.eager_mask(**given))
     assert 0 < (found == 0).sum() < found.numel()
+
+
+def test_flex_attention_keeps_where_queries_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(masking_utils, "flex_attention_mask", lambda **x: asked.append(x))
+    place = torch.tensor(4)
+    doors_peers.flex_mask(q_offset=place, q_length=1)
+    doors_peers.flex_mask(q_offset=7)
+    place += 1
+    assert asked == [{"q_offset": torch.tensor(4), "q_length": 1}, {"q_offset": 7}]
 
 
 @pytest.mark.parametrize("sorts", [False, True])
 def test_pytorch_sorts_for_inductor_where_it_is_asked_to(sorts: bool) -> None:
     before = config.triton.persistent_reductions
-    with doors_speed._compiled(time.monotonic() + 5, sorts):
+    with doors_peers.compiled(time.monotonic() + 5, sorts):
         assert config.triton.persistent_reductions is not sorts
     assert config.triton.persistent_reductions is before
 
 
 def test_what_compiles_for_long_is_ended() -> None:
     with pytest.raises(MeasureError, match="not compiled in time"):
-        with doors_speed._ended(time.monotonic() + 0.05):
+        with doors_peers.ended(time.monotonic() + 0.05):
             time.sleep(20)
-    with doors_speed._ended(time.monotonic() + 0.05):
+    with doors_peers.ended(time.monotonic() + 0.05):
         pass
     time.sleep(0.1)
 

@@ -65,6 +65,13 @@ def test_compiled_code_gets_blocks_as_the_mask(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(inside["attn_mask"], dense_of(**request_of(*PLANNED["blocks"])))
 
 
+def test_asking_for_weights_is_answered_once(caplog: pytest.LogCaptureFixture) -> None:
+    door._said.clear()
+    for _ in range(2):
+        door.attend(layer(), *operands_of(12, 12), None, output_attentions=True)
+    assert [each.getMessage()[:17] for each in caplog.records] == ["output_attentions"]
+
+
 @pytest.mark.parametrize("kind", ["bool", "float", "float beside a bias"])
 def test_tensors_of_users_are_masks(kind: str) -> None:
     q, k, v = operands_of(12, 12)
