@@ -107,8 +107,14 @@ def _folded(given: Operands, rank: int, grouped: bool) -> tuple[tuple[int, ...],
 
     Raises: SpecError where the sizes do not broadcast.
     """
-    if min(x.ndim for x in given) < -_ROWS:
+    if min([x.ndim for x in given]) < -_ROWS:
         raise SpecError(f"query, key and value have two axes or more; got {_shapes(given)}")
+    q, k, v = given
+    if q.ndim == k.ndim == v.ndim == _RANK:  # as of nearly all calls, which make no views here
+        (b, heads, *_), (_, of_keys, *_) = q.shape, k.shape
+        alike = k.shape[:_ROWS] == v.shape[:_ROWS] and k.shape[0] == b
+        if alike and (grouped or heads == of_keys):
+            return (b,), given
     q, k, v = whole = tuple([x[(None,) * (max(rank, _RANK) - x.ndim)] for x in given])
     alike = k.shape[:_ROWS] == v.shape[:_ROWS] and q.shape[:_HEADS] == k.shape[:_HEADS]
     if alike and rank <= _RANK and (grouped or q.shape[_HEADS] == k.shape[_HEADS]):
