@@ -35,6 +35,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+__version__ = "2.8"  # of the library whose arguments these are, as code that calls it asks
 Returned = Tensor | tuple[Tensor, Tensor | None, None]
 
 

@@ -182,6 +182,7 @@ def test_names_of_flash_attention_lead_to_the_doors() -> None:
         from flash_attn.flash_attn_interface import flash_attn_func
 
     assert flash_attn_func is flash_attn.flash_attn_func
+    assert flash_attn.__version__ == "2.8"
     assert flash_attn_interface is attngen.integrations.flash_attn_interface
     assert "flash_attn" not in sys.modules
 
