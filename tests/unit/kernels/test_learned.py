@@ -21,6 +21,7 @@ from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.fragments import features
 from attngen.frontends.pytorch import callables, learned
+from attngen.kernels.mma_sync.backward import plan as of_warps
 from attngen.kernels.plan import plans
 from attngen.kernels.wgmma.backward.plan import OF_LEARNED, LearnedPlan
 from attngen.spec.attention_spec import AttentionSpec
@@ -64,6 +65,21 @@ def test_kernels_fit_beside_everything_and_there_are_none_of_scores_that_learn_n
     assert all(each.family != OF_LEARNED for each in plans(plain[0], "sm_90a"))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
+def test_kernels_by_products_of_warps_fit_and_bring_keys_ahead_where_they_can(arch: str) -> None:
+    stages = set()
+    for d in (16, 64, 128, 192, 256):
+        for more in ({}, {"bias": "post_scale", "dropout": True, "attn_mask": True}):
+            problem = problem_of(head_dim=d, **more)
+            *_, plan = plans(problem, arch)
+            assert isinstance(plan, of_warps.LearnedPlan)
+            assert plan.smem_bytes <= TARGETS[arch].cta_smem_bytes
+            text = render_problem(problem, plan).text
+            assert ("stage ^= 1;" in text) == (plan.stages == 2) and "p.dlearned" in text
+            stages.add(plan.stages)
+    assert stages == {1, 2}
+
+
 def test_source_says_which_elements_share_numbers_and_whether_sums_are_exact() -> None:
     for deterministic in (False, True):
         problem = problem_of(head_dim=64, deterministic=deterministic)
@@ -80,6 +96,20 @@ def test_source_says_which_elements_share_numbers_and_whether_sums_are_exact() -
 def test_kernels_compile_without_spills(d, fields) -> None:
     problem = problem_of(head_dim=d, **fields)
     binary, _ = compile_source(render_problem(problem, plan_of(problem)), problem, "sm_90a")
+    assert binary.resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        ("sm_80", {"head_dim": 128, "mask": "causal", "dropout": True}),
+        ("sm_120", {"head_dim": 64, "bias": "post_scale", "deterministic": True}),
+    ],
+)
+def test_kernels_by_products_of_warps_compile_without_spills(arch, fields) -> None:
+    problem = problem_of(**fields)
+    *_, plan = plans(problem, arch)
+    binary, _ = compile_source(render_problem(problem, plan), problem, arch)
     assert binary.resources.spill_bytes == 0
 
 

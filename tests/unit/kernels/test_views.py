@@ -17,6 +17,7 @@ from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
 from attngen.kernels.mma_sync.backward.view import MmaBackwardView
 from attngen.kernels.mma_sync.backward.view_bias import MmaBiasView
+from attngen.kernels.mma_sync.backward.view_learned import MmaLearnedView
 from attngen.kernels.mma_sync.decode.view import MmaDecodeView
 from attngen.kernels.mma_sync.forward.view import MmaForwardView
 from attngen.kernels.support.view_append import AppendView
@@ -46,6 +47,7 @@ ROOT = files.templates_dir()
 VIEWS: dict[str, Any] = {
     "kernels/mma_sync/backward/backward.cu.j2": MmaBackwardView,
     "kernels/mma_sync/backward/dbias.cu.j2": MmaBiasView,
+    "kernels/mma_sync/backward/dlearned.cu.j2": MmaLearnedView,
     "kernels/mma_sync/decode/decode.cu.j2": MmaDecodeView,
     "kernels/mma_sync/forward/forward.cu.j2": MmaForwardView,
     "kernels/support/append.cu.j2": AppendView,

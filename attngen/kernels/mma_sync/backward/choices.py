@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from ....fragments.program import learns
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan, Schedule, Tile, lay_out, score_tile_bytes
@@ -17,7 +19,7 @@ from ...support.around import (
     ConvertPlan,
     row_sums_plan,
 )
-from .plan import BACKWARD, OF_BIAS, ROW_BLOCK, BiasPlan, Plan
+from .plan import BACKWARD, OF_BIAS, OF_LEARNED, ROW_BLOCK, BiasPlan, LearnedPlan, Plan
 
 WARP_THREADS = 32
 ROW_TILE = 16  # rows of a product
@@ -212,20 +214,41 @@ BIAS_TILES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))
 def bias_plans(problem: Problem, target: Target) -> Iterator[BiasPlan]:
     """The plan of the kernel of the bias's gradient, where there is a bias: the largest tile that
     fits."""
-    if not problem.bias:
-        return
+    if problem.bias:
+        fitting = filter(None, (row_tile(problem, target, *tile, 1) for tile in BIAS_TILES))
+        yield BiasPlan(target.name, OF_BIAS, **next(fitting))
+
+
+# Warps, keys a tile and buffers of keys of the kernel of what a score learns.
+LEARNED_TILES = tuple((*tile, stages) for tile in BIAS_TILES for stages in (2, 1))
+
+
+def learned_plans(problem: Problem, target: Target) -> Iterator[LearnedPlan]:
+    """The plan of the kernel of the gradients of what a score learns, where it does: the largest
+    tile that fits, with the next keys under way where they fit as well."""
+    if learns(problem.scores):
+        made = ((row_tile(problem, target, *choice), choice[2]) for choice in LEARNED_TILES)
+        fields, stages = next((fields, stages) for fields, stages in made if fields)
+        yield LearnedPlan(target.name, OF_LEARNED, **fields, stages=stages)
+
+
+def row_tile(
+    problem: Problem, target: Target, warps: int, n: int, stages: int
+) -> dict[str, Any] | None:
+    """Fields of the plan of a kernel whose warps have 16 queries each, and `n` keys at a time, in
+    so many buffers; None where they do not fit."""
+    m, threads = warps * ROW_TILE, warps * WARP_THREADS
+    rows, keys = m * BOX_ROW_BYTES, stages * n * BOX_ROW_BYTES
     qk, v = boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v)
-    for warps, n in BIAS_TILES:
-        m = warps * ROW_TILE
-        rows, keys = m * BOX_ROW_BYTES, n * BOX_ROW_BYTES
-        sizes = {"Q": rows * qk, "Do": rows * v, "K": keys * qk, "V": keys * v}
-        smem = lay_out({**sizes, "Bias": warps * score_tile_bytes(ROW_TILE, n)})
-        smem_bytes = smem[-1].offset + smem[-1].bytes
-        copied = n % (warps * WARP_THREADS // 8) == 0  # by all threads at once
-        if copied and smem_bytes <= target.cta_smem_bytes:
-            threads = warps * WARP_THREADS
-            yield BiasPlan(target.name, OF_BIAS, Tile(m, n), smem, smem_bytes, threads)
-            return
+    sizes = {"Q": rows * qk, "Do": rows * v, "K": keys * qk, "V": keys * v}
+    if problem.bias:
+        sizes["Bias"] = warps * score_tile_bytes(ROW_TILE, n)
+    smem = lay_out(sizes)
+    smem_bytes = smem[-1].offset + smem[-1].bytes
+    copied = n % (threads // 8) == 0  # by all threads at once
+    if not copied or smem_bytes > target.cta_smem_bytes:
+        return None
+    return {"tile": Tile(m, n), "smem": smem, "smem_bytes": smem_bytes, "threads": threads}
 
 
 def around(problem: Problem, main: Plan, target: Target) -> tuple[KernelPlan, ...]:
@@ -255,4 +278,5 @@ def around(problem: Problem, main: Plan, target: Target) -> tuple[KernelPlan, ..
         threads=CONVERT_THREADS,
     )
     sums = (row_sums_plan(main.arch, ROW_BLOCK),) if problem.bias else ()
-    return (clear, *sums, main, convert, *bias_plans(problem, target))
+    beside = (*bias_plans(problem, target), *learned_plans(problem, target))
+    return (clear, *sums, main, convert, *beside)

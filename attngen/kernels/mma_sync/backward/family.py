@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 from ....errors import PlanError
 from ....fragments.features import Features
-from ....fragments.program import learns
 from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
@@ -16,7 +15,7 @@ from ...base import KernelPlan
 from ...family import Family, Kind
 from ...roofline import Block, aim_of
 from . import choices
-from .plan import BACKWARD, OF_BIAS, BiasPlan, Plan
+from .plan import BACKWARD, OF_BIAS, OF_LEARNED, BiasPlan, LearnedPlan, Plan
 
 if TYPE_CHECKING:
     from ...fill import Source
@@ -26,13 +25,14 @@ MADE = frozenset({"dq_added", "dk", "dv"})
 
 
 class MmaBackward(Family):
-    """Gradients of Q, K, V and of biases, of 16-bit operands."""
+    """Gradients of Q, K, V, of biases and of what scores learn, of 16-bit operands."""
 
     needs = frozenset({"cp_async"})
     avoids = frozenset({"wgmma"})
     kernels = {
         BACKWARD: Kind(Plan, "mma_sync/backward/backward", MADE, frozenset({"dq"})),
         OF_BIAS: Kind(BiasPlan, "mma_sync/backward/dbias", frozenset({"dbias"})),
+        OF_LEARNED: Kind(LearnedPlan, "mma_sync/backward/dlearned", frozenset({"dlearned"})),
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -44,7 +44,6 @@ class MmaBackward(Family):
             "mask that was made before, beside a bias": problem.listed and problem.bias,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
-            "gradients of what a score learns": learns(problem.scores),
         }
         for what, asked in unserved.items():
             if asked:
@@ -58,14 +57,16 @@ class MmaBackward(Family):
         return choices.around(problem, main, target)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from . import render, render_bias
+        from . import render, render_bias, render_learned
 
         if plan.family == OF_BIAS:
             return render_bias.render(problem, cast(BiasPlan, plan), features, root)
+        if plan.family == OF_LEARNED:
+            return render_learned.render(problem, cast(LearnedPlan, plan), features, root)
         return render.render(problem, cast(Plan, plan), features, root)
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
-        if plan.family == OF_BIAS:
+        if plan.family in (OF_BIAS, OF_LEARNED):
             return super().aim(problem, plan, target)
         tiled = cast(Plan, plan)
         block = Block(3, 2, keys_come=False, ctas=tiled.ctas, persistent=False)

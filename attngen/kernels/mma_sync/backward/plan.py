@@ -8,7 +8,7 @@ from typing import Literal
 from ...base import KernelPlan, Schedule, SmemRegion, Tile, TiledPlan
 from ..atoms import ATOMS
 
-BACKWARD, OF_BIAS = "mma_bwd", "mma_bwd_dbias"
+BACKWARD, OF_BIAS, OF_LEARNED = "mma_bwd", "mma_bwd_dbias", "mma_bwd_dlearned"
 ROW_BLOCK = 64  # queries a block of the workspaces, as those who convert dQ have threads for
 
 
@@ -77,3 +77,12 @@ class BiasPlan(KernelPlan):
     @property
     def tile_axis(self) -> Literal["q"]:
         return "q"
+
+
+@dataclass(frozen=True)
+class LearnedPlan(BiasPlan):
+    """The kernel of the gradients of what a score learns, a block of queries a CTA at a time, 16
+    rows a warp. `stages`: buffers of keys and values; of two, the next block is copied beside the
+    products of the one at hand."""
+
+    stages: int

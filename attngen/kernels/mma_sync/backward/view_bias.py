@@ -7,56 +7,20 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
-from ...plan import template_of
-from ...support.view_parts import (
-    Alias,
-    ScoresView,
-    SequenceView,
-    Uses,
-    included,
-    scores_view,
-    sequence_view,
-    structs_of,
-)
-from ...view import CPP_ELEMENTS, KernelView, MaskListView, kernel_view, mask_list_view
-from .choices import ROW_TILE
-from .plan import ROW_BLOCK, BiasPlan
-from .view import Constant, Operand, constants_of, operand_of
+from ...support.view_parts import Uses
+from .plan import BiasPlan
+from .view_rows import RowsView, headers_of, rows_fields
 
 
-@dataclass(frozen=True)
-class MmaBiasView:
+@dataclass(frozen=True, kw_only=True)
+class MmaBiasView(RowsView):
     """All that the template of a bias's gradient names. Strings are C++.
 
-    kernel, headers, structs, threads, smem, row_block, head_dim_qk, head_dim_v, element, masks,
-    scores, queries, keys, kv_alias, dropout, operands: as `MmaBackwardView` has them. warps: of a
-    CTA, 16 queries each; tile_n: keys a tile. mask_tensor: the parameter that has a mask's bits,
-    empty where there is none. sloped: whether weights are times derivatives of scores that come
-    behind the bias. factor: what sums are multiplied by. unit: what makes scaled scores of
-    products. ptx: types of operands in 8 bits, of which there are none.
+    sloped: whether weights are times derivatives of scores that come behind the bias. unit: what
+    makes scaled scores of products. ptx: types of operands in 8 bits, of which there are none.
     """
 
-    kernel: KernelView
-    headers: str
-    structs: str
-    threads: int
-    smem: tuple[Constant, ...]
-    warps: int
-    tile_n: int
-    row_block: int
-    head_dim_qk: int
-    head_dim_v: int
-    element: str
-    masks: MaskListView
-    scores: ScoresView
-    queries: SequenceView
-    keys: SequenceView
-    kv_alias: Alias
-    mask_tensor: str
-    dropout: bool
-    operands: tuple[Operand, ...]
     sloped: bool
-    factor: str
     unit: str = "p.scale"
     ptx: None = None
 
@@ -69,52 +33,13 @@ def bias_view(
     uses: its fragments by role. kernel: its launch description. root: the templates' directory.
     """
     before_scale = "pre_scale_bias" in problem.scores
-    scores, scale = scores_view(uses["score"], uses["mask"]), "p.scale" if before_scale else "1.f"
-    return MmaBiasView(
-        kernel=kernel_view(kernel, template_of(plan)),
-        headers=headers_of(problem),
-        structs=structs_of(uses, root),
-        threads=plan.threads,
-        smem=constants_of(plan.smem),
-        warps=plan.tile.m // ROW_TILE,
-        tile_n=plan.tile.n,
-        row_block=ROW_BLOCK,
-        head_dim_qk=problem.head_dim_qk,
-        head_dim_v=problem.head_dim_v,
-        element=CPP_ELEMENTS[problem.dtype_q],
-        masks=mask_list_view(uses["mask"]),
-        scores=scores,
-        queries=sequence_view(uses["q_seq"][0]),
-        keys=sequence_view(uses["kv_seq"][0]),
-        kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
-        mask_tensor="mask_rows" if problem.attn_mask else "",
-        dropout=problem.dropout,
-        operands=tuple(operand_of(problem, name) for name in ("q", "k", "v", "d_o")),
-        sloped=before_scale and scores.bend,
-        factor=f"{scale} * p.keep_scale" if problem.dropout else scale,
+    fields, scale = (
+        rows_fields(problem, plan, uses, kernel, root),
+        "p.scale" if before_scale else "1.f",
     )
-
-
-def headers_of(problem: Problem) -> str:
-    """The lines that include the kernel's headers."""
-    return included(
-        ("context.cuh", True),
-        ("copy/cta_gathered.cuh", problem.gather),
-        ("copy/cta_rows.cuh", not problem.gather),
-        ("dropout_draw.cuh", problem.dropout),
-        ("mask_bits.cuh", problem.attn_mask),
-        ("mma/fragment.cuh", True),
-        ("mma/score_tile.cuh", True),
-        ("mma/store.cuh", True),
-        ("mma/warp_products.cuh", True),
-        ("ptx/async_copy.cuh", True),
-        ("ptx/barrier.cuh", True),
-        ("ptx/math.cuh", True),
-        ("ptx/matrix_move.cuh", True),
-        ("ptx/tma.cuh", True),
-        ("scheduler/kv_blocks.cuh", True),
-        ("scheduler/packed_tiles.cuh", problem.q_seq == "packed"),
-        ("softmax/exactly.cuh", True),
-        ("softmax/row.cuh", True),
-        ("special.cuh", True),
+    return MmaBiasView(
+        **fields,
+        headers=headers_of(problem),
+        sloped=before_scale and fields["scores"].bend,
+        factor=f"{scale} * p.keep_scale" if problem.dropout else scale,
     )

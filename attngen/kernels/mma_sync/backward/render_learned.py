@@ -1,0 +1,69 @@
+"""Render, gradients of what a score learns by products of warps: their source and launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ....fragments.features import Features
+from ....runtime.program import KernelEntry, Workspace
+from ....spec.problem import Problem
+from ...fill import Source, fill_view
+from ...params import (
+    DROP_THRESHOLD,
+    Names,
+    describe,
+    diagonal_names,
+    drop_names,
+    mask_names,
+    operands_of,
+    strides_of,
+    typed,
+)
+from ...plan import template_of
+from ...uses import uses_of
+from .plan import ROW_BLOCK, LearnedPlan
+from .render import OPERANDS, ROLES, column_names
+from .view_learned import learned_view
+
+
+def render(problem: Problem, plan: LearnedPlan, features: Features, root: Path) -> Source:
+    """The source of the kernel of what a score of `problem` learns, as `plan` says.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    known = uses_of(problem, features)
+    uses = {role: known[role] for role in ROLES}
+    kernel = _describe(problem, plan, operands_of(uses))
+    view = learned_view(problem, plan, uses, kernel, root)
+    return Source(fill_view(template_of(plan), view, root), kernel)
+
+
+def _describe(problem: Problem, plan: LearnedPlan, operands: Names) -> KernelEntry:
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", *(("row_sums",) if problem.bias else ()))
+    return describe(
+        problem,
+        plan,
+        [*_names(problem, workspace), *operands],
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        grid="multiprocessors",
+        workspace=(*workspace, *(("mask_rows",) if problem.packs_mask else ())),
+        row_block=ROW_BLOCK,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
+def _names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
+    """Names and types of the parameters but those that fragments read."""
+    rng = ("rng_state",) if problem.dropout else ()
+    lse = ("lse",) if problem.bias else ()
+    names = typed("ptr", *OPERANDS, *workspace, *lse, "dlearned", *rng)
+    for tensor in OPERANDS:
+        names += strides_of(tensor)
+    names += column_names(problem)
+    names += mask_names("mask_rows") if problem.attn_mask else []
+    places = ("sequences", "heads_q", "q_blocks", "group_size")
+    names += [*typed("i32", *places), *diagonal_names(problem)]
+    names += typed("f32", "scale", "scale_log2")
+    return [*names, *drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))]

@@ -1,0 +1,43 @@
+"""View: what the template of a learned score's gradients by products of warps reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....runtime.program import KernelEntry
+from ....spec.problem import Problem
+from ...support.view_parts import Uses, included
+from .plan import LearnedPlan
+from .view_rows import RowsView, headers_of, rows_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaLearnedView(RowsView):
+    """All that the template of a learned score's gradients names. Strings are C++.
+
+    one_stage: whether the next keys are copied once nobody reads those at hand. loads: of each load
+    that has a gradient, which elements of a tile read the same number, as `Reach` names it. exact:
+    whether sums have the same bits in any order.
+    """
+
+    one_stage: bool
+    loads: tuple[str, ...]
+    exact: bool
+
+
+def learned_view(
+    problem: Problem, plan: LearnedPlan, uses: Uses, kernel: KernelEntry, root: Path
+) -> MmaLearnedView:
+    """The view of the kernel of what a score of `problem` learns, as `plan` says.
+
+    uses: its fragments by role. kernel: its launch description. root: the templates' directory.
+    """
+    return MmaLearnedView(
+        **rows_fields(problem, plan, uses, kernel, root),
+        headers="\n".join([headers_of(problem), included(("learned_sums.cuh", True))]),
+        factor="p.keep_scale" if problem.dropout else "1.f",
+        one_stage=plan.stages == 1,
+        loads=next(use.fragment.reaches for use in uses["score"] if use.fragment.learned),
+        exact=problem.deterministic,
+    )
