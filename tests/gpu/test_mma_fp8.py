@@ -15,6 +15,7 @@ from tests.support.caches import kernels_of
 from . import oracle, oracle_fp8
 from .cases_fp8 import Fp8Case
 from .conftest import any_chip
+from .test_fp8_token_scales import scaled
 
 ARCH = any_chip() or "sm_90"
 pytestmark = [
@@ -66,6 +67,39 @@ def test_mma_fp8_forward_of_options_is_right(more):
         scale = torch.tensor([more["scale_s"]], device=oracle.DEVICE)
         more |= {"scale_s": scale, "descale_s": 1 / scale}
     oracle_fp8.check_call(q, k, v, **more)
+
+
+@pytest.mark.parametrize(
+    "d, d_v, more",
+    [
+        (64, 64, {"mask": "causal"}),
+        (128, 128, {"softcap": 20.0, "alibi_slopes": True}),
+        (192, 128, {"mask": "causal", "bottom_right": True}),
+        (80, 48, {"window": (70, 30), "dropout_p": 0.25}),
+        (256, 256, {"mask": "causal", "scale_s": 64.0}),
+    ],
+    ids=str,
+)
+def test_mma_fp8_forward_with_scales_of_tokens_is_right(d, d_v, more):
+    tensors, scales = scaled((1, 4, 2), (150, 290), d, d_v)
+    if "dropout_p" in more:
+        more = {**more, "rng_state": torch.tensor([4, 7], device=oracle.DEVICE)}
+    if "scale_s" in more:
+        factor = torch.tensor([more["scale_s"]], device=oracle.DEVICE)
+        more = {**more, "scale_s": factor, "descale_s": 1 / factor}
+    oracle_fp8.check_call(*tensors, softmax_scale=0.01, **more, **scales)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_mma_fp8_scales_of_tokens_let_no_key_change_another_row(d):
+    """Rows of one product, of which the later see keys that others do not."""
+    (q, k, v), scales = scaled((1, 1, 1), (64, 64), d)
+    loud = {name: x.clone() for name, x in scales.items()}
+    loud["descale_k"][..., 40:] *= 2**14
+    loud["descale_v"][..., 40:] *= 2**14
+    given = {"mask": "causal", "softmax_scale": 0.02, "backend": "cuda"}
+    quiet, found = (attngen.attention(q, k, v, **given, **each) for each in (scales, loud))
+    assert torch.equal(quiet[:, :40], found[:, :40]) and not torch.equal(quiet, found)
 
 
 def test_mma_fp8_forward_returns_the_largest_score():

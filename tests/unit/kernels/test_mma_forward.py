@@ -30,6 +30,7 @@ from tests.support.forward_kit import (
 from tests.support.sass import count_instructions
 
 CHIPS = [name for name, target in TARGETS.items() if "wgmma" not in target.instructions]
+SCALED = replace(FP8, scores=("token_scales",))
 MOST_SPILLS = 160  # bytes, of loaders' addresses, beside hundreds of products a block
 
 
@@ -82,8 +83,21 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
         plans(WIDENED, "sm_80")
     with pytest.raises(PlanError, match="no kernel does all of this together yet"):
         plans(replace(WIDENED, dropout=True), "sm_89")
-    with pytest.raises(PlanError, match="mma.sync have no operands with scales a token yet"):
-        plans(replace(FP8, scores=("token_scales",)), "sm_89")
+    with pytest.raises(PlanError, match="mma.sync have no mask that was made before, beside"):
+        plans(replace(FP8, attn_mask=True, kv_iter="listed"), "sm_89")
+
+
+def test_scales_of_tokens_leave_registers_for_smaller_blocks() -> None:
+    """Each warp has room for those of a block, and raises rows one by one."""
+    for d in (64, 128, 256):
+        problem = replace(SCALED, head_dim_qk=d, head_dim_v=d)
+        plan = plan_of(problem, "sm_89")
+        (room,) = [region.bytes for region in plan.smem if region.name == "Scales"]
+        assert plan.tile.n == choices.SCALED_BLOCK and room == 12 * plan.warps * plan.tile.n
+        text = render_problem(problem, plan).text
+        assert "raise_rows(soft[m]" in text and "p.descale_v_stride_row" in text
+        assert "descale_q_stride_batch + kv_head" not in text
+    assert not any(region.name == "Scales" for region in plan_of(FP8, "sm_89").smem)
 
 
 def test_operands_of_8_bits_have_boxes_of_twice_as_many_columns() -> None:
@@ -192,6 +206,7 @@ def test_gathered_rows_beside_dropout_take_the_next_smaller_block() -> None:
         ("sm_89", replace(FP8, masks=("causal",), dropout=True)),
         ("sm_120", replace(FP8, q_seq="packed", kv_seq="packed", head_dim_v=64, dtype_o="e4m3")),
         ("sm_89", replace(WIDENED, kv_fetch="page_tma", kv_seq="used", masks=("causal",))),
+        ("sm_120", replace(SCALED, q_seq="packed", kv_seq="packed", masks=("causal",))),
     ],
 )
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:

@@ -28,6 +28,7 @@ OPERANDS = {255: 204, 168: 120}
 # smaller: some spill 268 bytes at 128, and 248 at 64.
 CROWDED = {1: 8, 2: 40}
 MASKED_SCORES = 8  # fewer beside bits of a mask and a score: some have 34 local accesses a block
+SCALE_BYTES = 12  # of a token of keys and values, which each warp lays down for itself
 LARGEST = 255  # registers of a thread
 # Under masks tiles differ: the longest first, a quarter of each head's, the shortest, for the end.
 MASKED_SCHEDULE = Schedule(False, True, kv_group_bytes=16 << 20, group_heads=32, tail_share=4)
@@ -74,6 +75,8 @@ CHOICES = (
     Choice(4, 1, 32, 1, 1),
 )
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
+SCALED_BLOCK = 32  # keys whose tokens have scales: of 64 kernels spill 24 to 900 bytes
+SCALED_LIMIT = 164  # registers of operands beside them: of 168, 60 to 92 bytes
 
 
 def row_bytes(head_dim: int, dtype: DType) -> int:
@@ -89,8 +92,10 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 
 def choices(problem: Problem) -> Iterator[Choice]:
     """The choices worth trying, the preferred first."""
+    largest_block = SCALED_BLOCK if problem.token_scales else CHOICES[0].block
     for choice in CHOICES:
-        if choice.stages == 1 or max(problem.head_dim_qk, problem.head_dim_v) <= WIDE:
+        small = max(problem.head_dim_qk, problem.head_dim_v) <= WIDE
+        if (choice.stages == 1 or small) and choice.block <= largest_block:
             yield choice
 
 
@@ -111,6 +116,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
             "K": choice.stages * tile.n * row_bytes(problem.head_dim_qk, problem.dtype_kv),
             "V": choice.stages * tile.n * row_bytes(problem.head_dim_v, problem.dtype_kv),
             **({"Bias": score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
+            **({"Scales": choice.warps * tile.n * SCALE_BYTES} if problem.token_scales else {}),
         }
     )
     smem_bytes = smem[-1].offset + smem[-1].bytes
@@ -142,7 +148,8 @@ def limit_of(problem: Problem, choice: Choice) -> int:
     crowded = problem.gather and problem.dropout
     masked = problem.attn_mask and bool(problem.scores)
     limit = OPERANDS.get(choice.registers, 0) - masked * MASKED_SCORES
-    return limit - crowded * CROWDED[choice.stages]
+    limit -= crowded * CROWDED[choice.stages]
+    return min(limit, SCALED_LIMIT) if problem.token_scales else limit
 
 
 def explain(

@@ -39,7 +39,6 @@ class MmaForward(Family):
         beside = problem.bias or problem.paged or problem.eight_bit
         unserved = {
             "mask that was made before, beside a bias, pages and 8 bits": problem.listed and beside,
-            "operands with scales a token": problem.token_scales,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }
         for what, asked in unserved.items():

@@ -87,5 +87,6 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names += typed("i32", *(("sequences",) if problem.varlen else ()))
     for tensor in "qkv" if problem.eight_bit else "kv" if problem.widens else "":
         names += typed("i32", *(f"descale_{tensor}_stride_{axis}" for axis in ("batch", "head")))
+    names += typed("i32", *(f"descale_{x}_stride_row" for x in "qkv" if problem.token_scales))
     names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return [*names, *operands_of(uses)]

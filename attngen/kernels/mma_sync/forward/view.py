@@ -25,6 +25,7 @@ from ...view import (
 )
 from ..operands import FIRST_TOKEN, Operand, operand_of
 from .plan import Plan
+from .view_scales import ScalePlaces, scale_places_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Weights:
     of what weights are multiplied by; slack: log2 of how far maxima may be outgrown; small: whether
     the first score has a cheaper form for small ones; row_maximum: a row's maximum as a score;
     pack: what rounds weights; keep_factor: what the output is multiplied by for what dropout
-    leaves.
+    leaves. rows: the struct of rows, and no_key: those that have seen none.
     """
 
     scale_log2: str
@@ -48,6 +49,8 @@ class Weights:
     pack: str
     element: str
     keep_factor: str
+    rows: str
+    no_key: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class MmaForwardView:
     Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
     them; score_list is None without scores. weights: what becomes of scores. softmax, q_seq,
     kv_seq: fragments; kv_iteration: C++, a struct. mask_bits: there is an arbitrary mask;
-    listed: which was made before, with its blocks; walk: how tiles go through these.
+    listed: which was made before, with its blocks; walk: how tiles go through these. by_token:
+    whether each token has a scale; scale_places: and where. by_row_tile: whether scores read what
+    is of their row tile alone.
     stops_at_bits: whether a window may begin behind the last block of which it has bits. dropout,
     max_logit: as the problem says.
 
@@ -151,6 +156,9 @@ class MmaForwardView:
     q_seq: FragmentView
     kv_seq: FragmentView
     kv_iteration: str
+    by_token: bool
+    by_row_tile: bool
+    scale_places: ScalePlaces
     mask_bits: bool
     listed: bool
     walk: Walk
@@ -218,6 +226,9 @@ def forward_view(
         q_seq=fragment_view(uses["q_seq"][0]),
         kv_seq=fragment_view(uses["kv_seq"][0]),
         kv_iteration=uses["kv_iter"][0].fragment.struct,
+        by_token=problem.token_scales,
+        by_row_tile=problem.token_scales or tile is not None,
+        scale_places=scale_places_of(problem),
         mask_bits=problem.attn_mask,
         listed=problem.listed,
         walk=LISTED_WALK if problem.listed else PLAIN_WALK,
@@ -269,6 +280,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "softmax/join.cuh": problem.continues,
         "softmax/online.cuh": True,
         "softmax/row.cuh": True,
+        "token_scales.cuh": problem.token_scales,
     }
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
@@ -289,17 +301,22 @@ def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> 
     scale_log2 = "scale_log2" if stored else "p.scale_log2"
     natural = "{}" if scaled else f"{{}} * kLn2 * {scale_log2}"
     shifted = " - shift * kLn2" if problem.eight_bit else ""
+    slack = "slack" if problem.eight_bit else "kLazyRescaleLog2"
+    unseen = f"{{{{-kInfinity, -kInfinity}}, {{0.f, 0.f}}, {slack}}}"
+    held = f"{{{unseen}, {{-kInfinity, -kInfinity}}, {{0.f, 0.f}}}}"
     return Weights(
         scale_log2=scale_log2,
         unit="kLog2E" if scaled else scale_log2,
         shift="shift" if problem.eight_bit else "0.f",
-        slack="slack" if problem.eight_bit else "kLazyRescaleLog2",
+        slack=slack,
         small=bool(scores) and scores[0].fragment.small,
         row_maximum=natural.format("state[m].row_max[half]") + shifted,
         largest_score=natural.format("largest[m][half]"),
         pack="pack_positive_pairs" if problem.dropout else "pack_pairs",
         element="Fp16" if problem.widens else "Element",
         keep_factor=" * p.keep_scale" if problem.dropout else "",
+        rows="HeldRows" if problem.token_scales else "RowState",
+        no_key=held if problem.token_scales else unseen,
     )
 
 
