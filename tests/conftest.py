@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test at most N sets of parameters, evenly spread",
     )
     parser.addoption(
+        "--shard",
+        metavar="I/N",
+        help="every N-th test alone, from the I-th on, counted from 1",
+    )
+    parser.addoption(
         "--quick",
         action="store_true",
         help="no test marked slow; of each at most 3 sets of parameters, or n of one marked "
@@ -56,12 +61,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)  # of what -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--quick` and `--each` do without."""
+    """Leave out what `--quick`, `--each` and `--shard` do without."""
     config.stash[COLLECTED] = kept = list(items)
     if config.getoption("quick"):
         kept = quickly(kept)
     if most := config.getoption("each"):
         kept = sample(kept, lambda item: most)
+    if shard := config.getoption("shard"):
+        first, shards = map(int, shard.split("/"))
+        kept = kept[first - 1 :: shards]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept

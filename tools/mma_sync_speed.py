@@ -3,8 +3,9 @@
     python tools/mma_sync_speed.py -o docs/results/mma-sync.json
 
 Forwards and backwards beside FlashAttention-2, which are the operators that PyTorch's SDPA calls,
-and one query a sequence beside the decode for Hopper. Each result is held to float64 before it is
-timed; interleaved rounds, medians.
+one query a sequence beside the decode for Hopper, and prompts in 8 bits beside those in 16. Each
+result is held to float64 before it is timed, those in 8 bits to 16; interleaved rounds, medians.
+With --compile it measures instead how long forwards take to compile, without a GPU.
 docs/results/README.md says what the fields mean.
 """
 
@@ -14,11 +15,13 @@ import argparse
 import ctypes
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,61 +30,28 @@ from cuda.bindings import driver  # noqa: E402
 
 import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import AttentionSpec  # noqa: E402
-from attngen.bench import checking, decode, run, workloads  # noqa: E402
+from attngen.bench import checking, run, workloads  # noqa: E402
 from attngen.bench.peers import Call, Operands, describe, ours  # noqa: E402
 from attngen.bench.timing import cuda_milliseconds, time_interleaved  # noqa: E402
-from attngen.compiler.compile import run_nvrtc  # noqa: E402
+from attngen.compiler.builder import render_problem  # noqa: E402
+from attngen.compiler.compile import compile_source, run_nvrtc  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
+from attngen.fragments.features import scan  # noqa: E402
+from attngen.kernels.plan import plans  # noqa: E402
 from attngen.runtime.load import checked  # noqa: E402
+from attngen.spec.resolve import resolve  # noqa: E402
 from tests.support.caches import kernels_of  # noqa: E402
+from tools import mma_sync_decode as decodes  # noqa: E402
+from tools import mma_sync_narrow as narrow  # noqa: E402
+from tools.mma_sync_decode import ARCH, OURS  # noqa: E402
 from tools.reports import write_report, write_rows  # noqa: E402
 
 SCHEMA = 1
-ARCH, HOPPER = "sm_90", "sm_90a"
-OURS, FLASH, WGMMA = "attngen mma.sync", "FlashAttention-2", "attngen wgmma"
-PAGED = "paged_kv_bshd_bshd_bshd"
+FLASH = "FlashAttention-2"
 SHAPES = ((4, 4096), (1, 16384))  # batch, tokens
 HEADS = 16
 HEAD_DIMS = (64, 128, 96, 192, 256)
-
-
-@dataclass(frozen=True)
-class Decode:
-    """One query of each sequence, bf16, against `length` keys, dense or in pages of `pages`."""
-
-    batch: int
-    heads_q: int
-    heads_kv: int
-    length: int
-    head_dim: int
-    pages: int  # 0: dense
-
-    @property
-    def name(self) -> str:
-        where = f"p{self.pages}" if self.pages else "dense"
-        heads = f"h{self.heads_q}/{self.heads_kv}"
-        return f"b{self.batch}-{heads}-kv{self.length // 1024}k-d{self.head_dim}-{where}"
-
-    @property
-    def page(self) -> int:
-        """Positions of a page of the operands, which are made in both forms."""
-        return self.pages or 64
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of keys and values, each read once."""
-        return 2 * 2 * self.batch * self.heads_kv * self.length * self.head_dim
-
-
-DECODES = tuple(
-    Decode(*shape[:4], head_dim, shape[4])
-    for head_dim in (64, 128)
-    for shape in (
-        *((64, 32, 8, 4096, 64), (64, 32, 8, 4096, 16), (64, 32, 8, 4096, 0)),
-        *((8, 32, 8, 32768, 64), (1, 64, 8, 131072, 64), (256, 32, 8, 1024, 64)),
-        (32, 16, 16, 4096, 0),
-    )
-)
+COMPILED_FOR = ("sm_80", "sm_86", "sm_89", "sm_120")
 
 
 PRODUCTS = """
@@ -133,6 +103,20 @@ def products() -> dict[str, float]:
     }
 
 
+def compile_rows() -> Iterator[dict[str, Any]]:
+    """CPU seconds from a spec to a cubin, of plain forwards for each chip, the least of five."""
+    for arch, d, mask in product(COMPILED_FOR, HEAD_DIMS, ("none", "causal")):
+        (problem,) = resolve(AttentionSpec(d, mask=mask, directions=("fwd",)), scan())
+        (plan,) = plans(problem, arch)
+        seconds = []
+        for _ in range(5):
+            start = time.process_time()
+            compile_source(render_problem(problem, plan), problem, arch)
+            seconds.append(time.process_time() - start)
+        print(arch, problem.label, round(min(seconds), 2), flush=True)
+        yield {"arch": arch, "problem": problem.label, "seconds": round(min(seconds), 2)}
+
+
 def cases(head_dims: Sequence[int]) -> list[workloads.Case]:
     """Self-attention of each head dim, length and mask."""
     return [
@@ -149,10 +133,10 @@ def specs(head_dims: Sequence[int], directions: Sequence[str]) -> Iterator[tuple
     for d in head_dims if {*ways} & {*directions} else ():
         for mask in ("none", "causal"):
             yield AttentionSpec(d, mask=mask, directions=ways), ARCH
-    for d in {each.head_dim for each in DECODES} if "decode" in directions else ():
-        for layout in ("bshd", PAGED):
-            for arch in (ARCH, HOPPER):
-                yield AttentionSpec(d, layout=layout, decode=True), arch
+    if {"decode", "latent"} & {*directions}:
+        yield from decodes.specs()
+    if "narrow" in directions:
+        yield from narrow.specs()
 
 
 def flash(direction: str, case: workloads.Case, operands: Operands) -> Call:
@@ -197,46 +181,18 @@ def prompt_row(
     }
 
 
-def decode_call(case: Decode, x: decode.Operands) -> Callable[[], Any]:
-    """A call of `attention`, of whatever kernels calls have now."""
-    given, more = (x.q, *x.dense), cast(dict[str, Any], {})
-    if case.pages:
-        given = (x.q, x.k_pages, x.v_pages)
-        more = {"layout": PAGED, "page_table": x.table, "seqused_kv": x.lengths}
-    return lambda: attngen.attention(*given, **more, backend="cuda")
-
-
-def decode_row(case: Decode, rounds: int, budget_ms: float) -> dict[str, Any]:
-    """One decode by both families' kernels. Raises: MeasureError on a wrong result."""
-    with torch.no_grad():
-        made: Any = case  # has what bench's own cases have
-        operands = decode.random_operands(made, torch.device("cuda"))
-        expected = decode.expect(made, operands)
-        graphs = {}
-        for name, arch in ((OURS, ARCH), (WGMMA, HOPPER)):
-            with kernels_of(arch):
-                call = decode_call(case, operands)
-                checking.check((call(),), expected)
-                graphs[name] = decode.graphed(call)
-        ms = time_interleaved(graphs, rounds, budget_ms)
-    us = {name: each * 1e3 / decode.GRAPH_CALLS for name, each in ms.items()}
-    return {
-        "direction": "decode",
-        "case": case.name,
-        "us": {name: round(each, 2) for name, each in us.items()},
-        "gbps": {name: round(case.bytes / each / 1e3) for name, each in us.items()},
-        "ratio": round(us[WGMMA] / us[OURS], 3),
-    }
-
-
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a case of the directions that were asked for."""
+    others: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[Any]]] = {
+        "decode": (decodes.decode_row, decodes.DECODES),
+        "latent": (decodes.decode_row, decodes.LATENT),
+        "narrow": (narrow.narrow_row, narrow.CASES),
+    }
     for direction in options.directions:
-        for each in DECODES if direction == "decode" else cases(options.head_dims):
-            if isinstance(each, Decode):
-                row = decode_row(each, options.rounds, options.budget_ms)
-            else:
-                row = prompt_row(direction, each, options.rounds, options.budget_ms)
+        prompts = (partial(prompt_row, direction), cases(options.head_dims))
+        measured, found = others.get(direction, prompts)
+        for each in found:
+            row = measured(each, options.rounds, options.budget_ms)
             rates = row.get("tflops") or row["gbps"]
             print(f"{direction} {row['case']:<26} {row['ratio']}  {rates}", flush=True)
             torch.cuda.empty_cache()
@@ -248,7 +204,7 @@ def means_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for row in rows:
         names = [row["direction"]]
-        if row["direction"] != "decode" and any(f"-d{d}-" in row["case"] for d in (64, 128)):
+        if row["direction"] in checking.EXPECT and any(f"-d{d}-" in row["case"] for d in (64, 128)):
             names.append(f"{row['direction']} d64, d128")
         for name in names if row["ratio"] else ():
             found.setdefault(name, []).append(row["ratio"])
@@ -261,10 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-ms", type=float, default=30)
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    ways = ("fwd", "bwd", "decode")
+    ways = ("fwd", "bwd", "decode", "latent", "narrow")
     parser.add_argument("--directions", nargs="+", default=ways, choices=ways)
     parser.add_argument("--build", action="store_true", help="compile the kernels and leave")
+    parser.add_argument("--compile", action="store_true", help="time the compiler and leave")
     options = parser.parse_args(arguments)
+    if options.compile:
+        write_rows(options.output, SCHEMA, compile_rows())
+        return 0
     with ThreadPoolExecutor() as pool:
         made = specs(options.head_dims, options.directions)
         list(pool.map(lambda pair: attngen.build(*pair), made))

@@ -19,9 +19,16 @@ sys.path.insert(0, str(ROOT))
 # The path above serves a checkout that is not installed.
 from attngen.bench import decode_report, report  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
-from tools import callables_table, doors_table, speed_summary, variant_table  # noqa: E402
+from tools import (  # noqa: E402
+    callables_table,
+    doors_table,
+    mma_sync_table,
+    speed_summary,
+    variant_table,
+)
 
-FILES = (ROOT / "README.md", ROOT / "docs" / "guide" / "speed.md")
+GUIDE = ROOT / "docs" / "guide"
+FILES = (ROOT / "README.md", GUIDE / "speed.md", GUIDE / "gpus.md")
 
 _TABLE = re.compile(
     r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -49,6 +56,8 @@ def _lines(path: Path) -> Iterator[str]:
         return callables_table.markdown(path)
     if path.name == "doors.json":
         return doors_table.markdown(path)
+    if path.name.startswith("mma-sync"):
+        return mma_sync_table.markdown(path)
     if path.name == "variant-peers.json":
         return variant_table.markdown(path)
     try:

@@ -4,18 +4,20 @@
 
 For chips on which no kernel has been run yet (docs/guide/gpus.md): in a checkout, with torch,
 pytest and what compiles (`pip install '.[compile]'`). It runs the tests of kernels by products of
-warps against float64, and times both directions beside PyTorch's own, and decodes; all take some
-minutes. The file says which chip and versions these were, what failed with its message, and the
-figures.
+warps against float64, and times both directions beside PyTorch's own, and decodes; all take ten
+minutes at most, as each part that has not ended by its limit is stopped, and what it has found
+until then counts. The file says which chip and versions these were, what failed with its message,
+and the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,19 @@ sys.path.insert(0, str(ROOT))
 from attngen.bench.machine import describe_machine  # noqa: E402  # a checkout not installed, too
 from attngen.io.values import to_data  # noqa: E402
 from attngen.targets.target import names, of_capability  # noqa: E402
+from tools import gpu_suite  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
-SCHEMA = 1
-SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8")
+SCHEMA = 2
+SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8", "learned")
 TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in SUBJECTS)
 CASES = "b4-s4k-*,b1-s16k-*"
 GRADIENTS = "b4-s4k-*"  # whose check in float64 takes little memory, too: 20 GB at 16k
 DECODES = "b16-*-p64,b1-*-kv64k-p64"  # that fit small memories, too
+LIMITS = {"tests": 330, "speed": 100, "speed_of_gradients": 100, "speed_of_decode": 50}  # seconds
+MOST_PROCESSES = 8  # that share the tests
+LINES = 4  # of what a command has printed, where it failed
+PROCESS_BYTES = 3 << 30  # of the GPU's memory, for each of them
 
 
 def missing() -> str | None:
@@ -48,30 +55,60 @@ def missing() -> str | None:
     return None
 
 
-def commands(folder: Path) -> dict[str, list[str]]:
-    """Commands to run, by their names; reports are left in the folder."""
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    bench = ["-m", "attngen", "bench"]
+def processes() -> int:
+    """How many processes share the tests: as many as there are cores and memory for."""
+    import torch
+
+    memory = int(torch.cuda.get_device_properties(0).total_memory)
+    return max(1, min(MOST_PROCESSES, os.cpu_count() or 1, memory // PROCESS_BYTES))
+
+
+def commands(folder: Path, parts: int) -> dict[str, list[list[str]]]:
+    """Commands to run side by side, by the names of steps; reports are left in the folder.
+
+    parts: processes that share the tests.
+    """
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    bench = [sys.executable, "-m", "attngen", "bench"]
     options = ["--peers", "sdpa", "--json"]
     gradients = str(folder / "speed_of_gradients.json")
+    decodes = ["--cases", DECODES, "--peers", "cudnn", "--json"]
     return {
-        "tests": [*pytest, *TESTS, f"--junit-xml={folder / 'tests.xml'}"],
-        "speed": [*bench, "fwd", "--cases", CASES, *options, str(folder / "speed.json")],
-        "speed_of_gradients": [*bench, "bwd", "--cases", GRADIENTS, *options, gradients],
-        "speed_of_decode": [
-            *(*bench, "decode", "--cases", DECODES, "--peers", "cudnn", "--json"),
-            str(folder / "speed_of_decode.json"),
+        "tests": [
+            [*pytest, *TESTS, f"--shard={i}/{parts}", f"--junit-xml={folder / f'tests-{i}.xml'}"]
+            for i in range(1, parts + 1)
         ],
+        "speed": [[*bench, "fwd", "--cases", CASES, *options, str(folder / "speed.json")]],
+        "speed_of_gradients": [[*bench, "bwd", "--cases", GRADIENTS, *options, gradients]],
+        "speed_of_decode": [[*bench, "decode", *decodes, str(folder / "speed_of_decode.json")]],
     }
 
 
+def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path) -> int:
+    """Run the commands of a step, no longer than its limit; what they print is in `logs`.
+
+    Returns the largest status of them.
+    """
+    gpu = gpu_suite.gpu_names()[:1]
+    running = [
+        gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt")
+        for number, part in enumerate(parts, 1)
+    ]
+    gpu_suite.finish(running, time.monotonic() + LIMITS[name])
+    for number, part in enumerate(running, 1):
+        if part.returncode:
+            print("\n".join((logs / f"{name}-{number}.txt").read_text().splitlines()[-LINES:]))
+    return max(int(abs(part.returncode)) for part in running)
+
+
 def collect(folder: Path, exits: dict[str, int]) -> dict[str, Any]:
-    """The report of what has run. exits: the status of each command. Where a command left nothing,
-    its part says why."""
+    """The report of what has run. exits: the status of each step. Where a step left nothing, its
+    part says why."""
     found: dict[str, Any] = {"schema": SCHEMA, "machine": to_data(describe_machine())}
     found["exit"] = exits
+    reports = sorted(folder.glob("tests-*.xml"))
     try:
-        found["tests"] = summarise_junit(folder / "tests.xml")
+        found["tests"] = summarise_junit(*reports) if reports else {"error": "no report of tests"}
     except ReportError as error:
         found["tests"] = {"error": str(error)}
     for name in ("speed", "speed_of_gradients", "speed_of_decode"):
@@ -91,11 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(why)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        exits = {}
-        for step, command in commands(folder).items():
-            print(f"{step}: python {' '.join(command[:4])} …", flush=True)
-            exits[step] = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
-        report = collect(folder, exits)
+        exits, seconds = {}, {}
+        for step, parts in commands(folder, processes()).items():
+            print(f"{step}: at most {LIMITS[step]} s …", flush=True)
+            began = time.monotonic()
+            exits[step] = run_step(step, parts, folder)
+            seconds[step] = round(time.monotonic() - began, 1)
+        report = {**collect(folder, exits), "seconds": seconds}
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{options.output}: please send it with an issue")
     return int(any(exits.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,43 +19,57 @@ JUNIT = """<testsuites><testsuite><testcase classname="a" name="right"/>
 
 
 def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
-    found = report_chip.commands(tmp_path)
-    assert all((ROOT / each).is_file() and each in found["tests"] for each in report_chip.TESTS)
+    found = report_chip.commands(tmp_path, 3)
+    for number, command in enumerate(found["tests"], 1):
+        assert f"--shard={number}/3" in command
+        assert all((ROOT / each).is_file() and each in command for each in report_chip.TESTS)
+    assert len(found["tests"]) == 3
     assert len(workloads.select(report_chip.CASES.split(","))) >= 8
     assert len(workloads.select(report_chip.GRADIENTS.split(","))) >= 4
     decodes = workloads.select_named(report_chip.DECODES.split(","), decode_report.CASES)
     assert len(decodes) == 2
     for name in ("speed", "speed_of_gradients", "speed_of_decode"):
-        assert found[name][-1] == str(tmp_path / f"{name}.json")
+        assert found[name][0][-1] == str(tmp_path / f"{name}.json")
+    assert list(found) == list(report_chip.LIMITS) and sum(report_chip.LIMITS.values()) < 600
 
 
 def test_report_joins_what_was_left_and_says_what_was_not(tmp_path: Path) -> None:
-    (tmp_path / "tests.xml").write_text(JUNIT)
+    (tmp_path / "tests-1.xml").write_text(JUNIT)
+    (tmp_path / "tests-2.xml").write_text(JUNIT.replace('"a"', '"b"'))
     found = report_chip.collect(tmp_path, {"tests": 1, "speed": 2})
-    assert (found["tests"]["passed"], found["tests"]["failed"]) == (1, 1)
+    assert (found["tests"]["passed"], found["tests"]["failed"]) == (2, 2)
     assert found["speed"] == {"error": "no figures: FileNotFoundError"}
     assert found["exit"] == {"tests": 1, "speed": 2}
-    (tmp_path / "tests.xml").unlink()
+    for each in tmp_path.glob("tests-*.xml"):
+        each.unlink()
     (tmp_path / "speed.json").write_text('{"rows": []}')
     found = report_chip.collect(tmp_path, {})
-    assert "tests.xml" in found["tests"]["error"] and found["speed"] == {"rows": []}
+    assert found["tests"] == {"error": "no report of tests"} and found["speed"] == {"rows": []}
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_main_writes_the_file_whatever_failed(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ran: list[str] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def start(command: list[str], gpus: list[str], output: Path) -> SimpleNamespace:
         ran.append(command[2])
-        return SimpleNamespace(returncode=status, stdout="")
+        output.write_text("one\ntwo")
+        return SimpleNamespace(returncode=status)
 
     monkeypatch.setattr(report_chip, "missing", lambda: None)
     monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(report_chip, "processes", lambda: 2)
+    monkeypatch.setattr(report_chip.gpu_suite, "gpu_names", lambda: ["0", "1"])
+    monkeypatch.setattr(report_chip.gpu_suite, "start", start)
+    monkeypatch.setattr(report_chip.gpu_suite, "finish", lambda parts, deadline: None)
     assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
-    assert ran == ["pytest", *["attngen"] * 3]
+    assert ran == [*["pytest"] * 2, *["attngen"] * 3]
+    assert ("two" in capsys.readouterr().out) == bool(status)
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
 
 
