@@ -352,12 +352,15 @@ def _behind_padding(
 def _padding(request: Request) -> tuple[Tensor | None, Tensor | None] | None:
     """Where the tokens of each sequence begin and end among its keys, int32 [b] each, None where
     all begin or end as the keys do; None alone where the padding has holes. It waits for the device
-    once."""
+    once, behind padding twice."""
     mask = request.attention_mask
     if mask is None:
         return None, None
     offset, room = request.kv_offset, request.kv_length
     whole = mask[:, offset : offset + room]
+    if bool(whole.all()):  # as of most batches, in one kernel
+        width = whole.shape[-1]
+        return None, None if width >= room else request.of_all(width)
     tokens = whole.sum(-1)
     begins = whole.int().argmax(-1)  # the first of them; 0 where there is none
     ends = begins + tokens
