@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 
 from ... import attention
 
-MANY = 128  # queries of a sequence whose keys one CTA reads
+TILE = 64  # queries, with the heads of a group, beyond which one CTA reads a sequence's keys
 SPLIT = -1  # keys of packed tokens, into as many parts as fill the chip
-_BY_HEAD = ("sink", "dropout_p")  # what heads apart would have otherwise
 _REPLACED = ("seqstart_q", "seqstart_kv", "seqused_q", "seqused_kv")
 Arguments = dict[str, Any]
 Kept = dict[Hashable, dict[str, Tensor]]
@@ -23,8 +22,9 @@ def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: 
     """The output [b, s_q, h, d_v] of dense operands [b, h, s, d] whose keys begin at
     `seqstart_kv`, or a pair of it and by-products.
 
-    Keys of single queries are read where they lie, if heads follow each other in memory: each head
-    is a sequence then. Others are copied where positions do not follow each other.
+    Keys of single queries are read where they lie, if heads follow each other in memory, and
+    positions within each: each head is a sequence then. Others are copied where positions do not
+    follow each other.
 
     arguments: of `attention`; kept: lengths by sizes, that this has made for the same arguments.
     """
@@ -32,14 +32,11 @@ def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: 
     b, heads, rows, _ = q.shape
     of_keys, room = k.shape[1:3]
     rest = {name: x for name, x in arguments.items() if name not in _REPLACED}
-    if rows == 1 and not any(name in arguments for name in _BY_HEAD) and _is_dense(k, v):
+    if rows == 1 and "dropout_p" not in arguments and k.is_contiguous() and v.is_contiguous():
         rest |= _lengths(arguments, kept, (b, of_keys, rows, room))
-        grouped = q.reshape(b * of_keys, heads // of_keys, -1)
-        k, v = (x.flatten(0, 2).unsqueeze(1) for x in (k, v))
-        alone: Tensor = attention(grouped, k, v, layout="thd", num_splits=SPLIT, **rest)
-        return alone.reshape(b, 1, heads, -1)
+        return _by_key_head(q, (k, v), rest)
     q, k, v = (x.transpose(1, 2) for x in operands)
-    if rows < MANY:
+    if rows * heads <= TILE * of_keys:
         return attention(q, k, v, layout="bshd", **arguments)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     rest |= _lengths(arguments, kept, (b, 1, rows, room))
@@ -50,9 +47,27 @@ def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: 
     return out.unflatten(0, (b, rows)), aux
 
 
-def _is_dense(k: Tensor, v: Tensor) -> bool:
-    """Whether heads follow each other in memory, and positions within each."""
-    return k.is_contiguous() and v.is_contiguous()
+def _by_key_head(q: Tensor, keys: tuple[Tensor, Tensor], rest: Arguments) -> Tensor:
+    """The output of single queries [b, h, 1, d], where each of their heads of keys is a sequence.
+
+    rest: with lengths of these. A sink, which heads have apart, takes its share of the output.
+    """
+    k, v = keys
+    b, heads, _, _ = q.shape
+    of_keys = k.shape[1]
+    rest = rest | {"layout": "thd", "num_splits": SPLIT}
+    softmax, sink = rest.pop("softmax", "vanilla"), rest.pop("sink", None)
+    grouped = q.reshape(b * of_keys, heads // of_keys, -1)
+    k, v = (x.flatten(0, 2).unsqueeze(1) for x in keys)
+    if softmax == "vanilla":
+        alone: Tensor = attention(grouped, k, v, **rest)
+        return alone.reshape(b, 1, heads, -1)
+    out: Tensor
+    out, aux = attention(grouped, k, v, **rest, return_lse=True)
+    assert aux.lse is not None  # which was asked for
+    seen = aux.lse.unflatten(1, (b, of_keys)).permute(1, 2, 0).flatten(1)
+    share = torch.sigmoid(seen - sink)[:, None, :, None]
+    return (out.reshape(b, 1, heads, -1) * share).to(out.dtype)
 
 
 def _lengths(

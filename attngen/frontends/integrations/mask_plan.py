@@ -173,9 +173,9 @@ class Request:
         return found
 
     def of_all(self, number: int | Tensor) -> Tensor:
-        """A number for each sequence, int32 [b]."""
+        """A number for each sequence, int32 [b], contiguous: layers would copy it else."""
         if isinstance(number, Tensor):
-            return number.to(torch.int32).reshape(-1).expand(self.batch_size)
+            return number.to(torch.int32).reshape(-1).expand(self.batch_size).contiguous()
         return torch.full((self.batch_size,), number, dtype=torch.int32, device=self.device)
 
 

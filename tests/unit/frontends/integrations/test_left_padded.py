@@ -26,12 +26,12 @@ def operands_of(case: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("learnable", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("many", [1, left_padded.MANY], ids=["packed", "few queries"])
+@pytest.mark.parametrize("tile", [0, left_padded.TILE], ids=["packed", "few queries"])
 @pytest.mark.parametrize("case", PADDED)
 def test_layers_see_what_the_mask_shows(
-    case: str, many: int, learnable: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, tile: int, learnable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(left_padded, "MANY", many)
+    monkeypatch.setattr(left_padded, "TILE", tile)
     plan, operands = door.mask_of(**request_of(*PLANNED[case])), operands_of(case)
     sink = torch.linspace(-1, 1, HEADS) if learnable else None
     mask = dense_of(**request_of(*PLANNED[case]))
@@ -66,7 +66,7 @@ def test_keys_of_steps_are_read_where_they_lie_and_lengths_made_once(
 
 @pytest.mark.parametrize("case", ["causal behind padding", "step behind padding"])
 def test_layers_behind_padding_have_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(left_padded, "MANY", 1)
+    monkeypatch.setattr(left_padded, "TILE", 0)
     mask, gradients = dense_of(**request_of(*PLANNED[case])), []
     seen = mask.any(-1).transpose(1, 2)[..., None]
     for plan in (door.mask_of(**request_of(*PLANNED[case])), mask):
