@@ -166,6 +166,11 @@ def _load_sdpa() -> Peer:
     return Peer(f"torch {torch.__version__}", _of_both(forward))
 
 
+def _load_efficient() -> Peer:
+    """PyTorch's memory-efficient attention, which has any head dim."""
+    return _with_backend(f"torch {torch.__version__}", SDPBackend.EFFICIENT_ATTENTION)
+
+
 def cudnn_source() -> str:
     """The version that PyTorch calls. Raises: Absent."""
     version = torch.backends.cudnn.version()
@@ -177,13 +182,18 @@ def cudnn_source() -> str:
 
 def _load_cudnn() -> Peer:
     """cuDNN's attention, as PyTorch calls it."""
-    source, sdpa = cudnn_source(), _load_sdpa()
+    return _with_backend(cudnn_source(), SDPBackend.CUDNN_ATTENTION)
+
+
+def _with_backend(source: str, backend: SDPBackend) -> Peer:
+    """PyTorch's attention by one of its backends."""
+    sdpa = _load_sdpa()
 
     def forward(case: Case, operands: Operands) -> Call:
         inner = sdpa.makers["fwd"](case, operands)
 
         def call() -> Results:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel(backend):
                 return inner()
 
         return call
@@ -299,6 +309,7 @@ LOADERS: dict[str, Callable[[], Peer]] = {
     "fa3": _load_fa3,
     "fa4": _load_fa4,
     "flex": _load_flex,
+    "efficient": _load_efficient,
 }
 
 

@@ -22,6 +22,7 @@ COLOURS = {
     "cudnn": "#5a9e4b",
     "cudnn-paged": "#a9cf9c",
     "sdpa": "#8f6bb3",
+    "efficient": "#b39b6b",
     "flex": "#9a9a9a",
     "flashinfer": "#e5b567",
     "xla": "#c76b8e",

@@ -34,6 +34,7 @@ TITLES = {
     "fa4" + DETERMINISTIC: "FA4 det.",
     "cudnn": "cuDNN",
     "sdpa": "SDPA",
+    "efficient": "SDPA efficient",
     "flex": "Flex",
     "xla": "XLA",
     "tokamax": "tokamax",
