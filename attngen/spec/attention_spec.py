@@ -214,9 +214,9 @@ def is_decode(
 ) -> bool:
     """Whether a call reaches the kernels that split keys: those over pages whose sequences have
     fewer than PROMPT_QUERIES queries (packed ones on average) and nothing that these kernels leave
-    out, or wider heads than others take, and dense 16-bit ones whose queries, with the heads of a
-    group, fill no more than a tile, but for those whose heads have a tile of their own either way
-    and few keys to split; of both, and of packed ones, those that say `num_splits`.
+    out, or keys of 8 bits of wider heads than others take, and dense 16-bit ones whose queries,
+    with the heads of a group, fill no more than a tile, but for those whose heads have a tile of
+    their own either way and few keys to split; of all, those that say `num_splits`.
 
     spec: the call's, whatever it says of this; q, k: shapes in the layout's formats; sequences: how
     many the packed queries are of.
@@ -228,7 +228,7 @@ def is_decode(
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
         few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
-        wide = max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
+        wide = spec.widens and max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
         return (few and not more) or wide or bool(num_splits)
     if (
         spec.dtype not in DTYPES_16BIT

@@ -32,7 +32,6 @@ TRAINED_HEAD_DIMS = dict.fromkeys(
         "each of two CTAs has half of the columns of dK and dV, 128 registers a thread",
     ),
 )
-LEAST_WIDE_COLUMNS = 65  # of V beside wider queries: two warpgroups share boxes of 64
 
 
 def head_dim_step(spec: AttentionSpec, dtype: str) -> int:
@@ -62,26 +61,18 @@ def check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
             which = f"multiples of {step} up to" if step > 1 else "1 to"
             reason = f"{field} {dim}: kernels exist for {which} {limit}"
             if dim > limit and not (wide or widest) and spec.dtype in DTYPES_16BIT:
-                if not layouts.parse(spec.layout).paged and not spec.widens:
+                if not spec.widens:
                     reason += f", those of a forward alone to {WIDE_HEAD_DIMS[field][0]}"
                 reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
             limited = f", where {why}" if why and dim > limit else ""
             found.append(Violation(field, reason + limited, legal))
-    columns = spec.head_dim_v
-    if widest and not found and spec.head_dim > MAX_HEAD_DIM and columns is not None:
-        if columns < LEAST_WIDE_COLUMNS:
-            reason = f"head_dim_v {columns}: beside head dims above {MAX_HEAD_DIM} kernels exist "
-            reason += f"for {LEAST_WIDE_COLUMNS} or more, of which two warpgroups share boxes of 64"
-            found.append(Violation("head_dim_v", reason, LEAST_WIDE_COLUMNS))
     return found
 
 
 def _wide_head_dims(spec: AttentionSpec) -> Limits | None:
-    """Limits above MAX_HEAD_DIM, where kernels have such head dims: of 16-bit operands that do not
-    lie in pages."""
+    """Limits above MAX_HEAD_DIM, where kernels have such head dims: of 16-bit operands."""
     dtypes = {spec.dtype, spec.kv_dtype or spec.dtype}
-    paged = layouts.parse(spec.layout).paged
     computes = {*spec.directions} <= {"fwd", "bwd"}
-    if not (computes and dtypes <= {*DTYPES_16BIT}) or spec.decode or paged:
+    if not (computes and dtypes <= {*DTYPES_16BIT}) or spec.decode:
         return None
     return TRAINED_HEAD_DIMS if "bwd" in spec.directions else WIDE_HEAD_DIMS

@@ -43,8 +43,7 @@ def list_features(known: Features) -> Iterator[str]:
         yield f"head dims{whose:<6}1 to {limit}, of a backward {MAX_TRAINED_HEAD_DIM} ({dtypes})"
     for field, (limit, _) in SPLIT_HEAD_DIMS.items():
         whose = " of V" if field == "head_dim_v" else ""
-        yield f"head dims{whose:<6}multiples of 8 up to {limit} (decode)"
-    yield f"head dims      multiples of 8 up to {MAX_HEAD_DIM} (pages without decode)"
+        yield f"head dims{whose:<6}multiples of 8 up to {limit} (decode, pages)"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(DTYPES_16BIT)})"
     yield from _wrapped("layouts", (*layouts.FORMATS, *layouts.NAMES))
     yield from _wrapped("masks", mask_names(known))

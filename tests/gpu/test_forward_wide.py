@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import attngen
+from attngen import AttentionSpec
 from attngen.errors import SpecError
 
-from . import cases, oracle, varlen
+from . import cases, oracle, test_decode, test_paged_prompt, varlen
 from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,8 @@ CASES = [
     case_of(264, 72, window=(5, 90), lengths=(65, 127)),
     case_of(128, 448, lengths=(1, 300)),
     case_of(64, 264, lengths=(300, 65), heads=(3, 4, 4)),
+    case_of(512, 64, mask="causal", lengths=(200, 200)),
+    case_of(576, 40, window=(70, 5)),
 ]
 CALLS = [
     Call("thd", (70, 0, 130), (7, 30, 200), gaps=True, d=512, mask="causal_bottom_right",
@@ -37,8 +40,17 @@ CALLS = [
     Call("bshd", (130,), (200,), d=576, d_v=512, heads=(2, 1), mask="causal",
          more=Features(bias="post_scale", bias_shape="1hss", dropout=0.1)),
     Call("bshd", (70,), (70,), d=384, more=Features("", 2.0, seen=0.5, bias="pre_scale")),
+    Call("bshd", (130,), (200,), d=300, d_v=7, heads=(2, 1), mask="causal"),
+    Call("thd", (70, 130), (30, 200), d=576, d_v=64, more=Features(bias="post_scale", dropout=0.1)),
 ]  # fmt: skip
-KERNELS = [*dict.fromkeys(each.spec for each in (*CASES, *CALLS))]
+PAGED_DIMS = [(512, 512), (576, 512), (320, 72), (512, 64), (128, 448)]
+PAGED = [
+    AttentionSpec(d, d_v, kv_dtype="bf16", out_dtype="bf16", layout=layout, mask=mask)
+    for d, d_v in PAGED_DIMS
+    for layout in (test_decode.PAGED, test_paged_prompt.PACKED)
+    for mask in ("none", "causal")
+]
+KERNELS = [*dict.fromkeys(each.spec for each in (*CASES, *CALLS)), *PAGED]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -49,6 +61,40 @@ def test_forward_wide_is_right(case):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_forward_wide_with_features_and_lengths_is_right(call):
     varlen.check_forward(call)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64, 100, 1024])
+def test_wide_prompt_over_pages_of_any_size_is_right(page):
+    pages = test_decode.cache([300, 0, 128, 601], 1, 512, page)
+    test_decode.check(test_decode.queries(4, 130, 2, 512), pages, mask="causal_bottom_right")
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize("dims", PAGED_DIMS, ids=str)
+def test_wide_prompt_over_pages_is_right(dims, mask):
+    d, d_v = dims
+    pages = test_decode.cache([700, 0, 128, 401], 1, d, 64, d_v)
+    test_decode.check(test_decode.queries(4, 140, 2, d), pages, mask=mask)
+
+
+@pytest.mark.parametrize("more", test_paged_prompt.MORE, ids=lambda more: "+".join(more))
+def test_biases_masks_and_dropout_of_wide_heads_over_pages_are_right(more):
+    for turn, queries in enumerate((1, 130)):
+        pages = test_decode.cache([200, 0, 128, 201], 2, 512, 16)
+        given = test_paged_prompt.beside(more, queries, pages.table.shape[1] * 16, turn)
+        q = test_decode.queries(4, queries, 4, 512)
+        test_decode.check(q, pages, mask="causal_bottom_right", **given)
+
+
+def test_packed_wide_prompts_over_pages_are_right_under_windows():
+    counts = [1, 140, 0, 7]
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
+    pages = test_decode.cache([700, 264, 90, 7], 1, 512, 32)
+    q = oracle.randn(sum(counts), 2, 512, seed=3)
+    layout = test_paged_prompt.PACKED
+    given = {"cu_seqlens_q": ends, "window": (70, 0), "bottom_right": True, "softcap": 3.0}
+    given |= {"bias": oracle.randn(4, 1, 140, 704, seed=31)}
+    test_decode.check(q, pages, layout, **given)
 
 
 def test_forward_wide_takes_the_bits_of_a_mask_mod():

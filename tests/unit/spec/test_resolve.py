@@ -279,7 +279,6 @@ def test_resolve_output_that_joins_another_is_float32(change, reason) -> None:
     assert all(reason in violation.reason for violation in violations)
 
 
-
 @pytest.mark.parametrize(
     ("field", "value", "legal"),
     [
@@ -337,8 +336,6 @@ def test_resolve_field_that_is_wrong_twice_is_changed_once() -> None:
     assert str(caught.value).count("dropout=False") == 1
 
 
-
-
 @pytest.mark.parametrize(
     ("fields", "said", "legal"),
     [
@@ -353,11 +350,6 @@ def test_resolve_field_that_is_wrong_twice_is_changed_once() -> None:
             {"head_dim": 576, "head_dim_v": 512},
         ),
         ({"head_dim": 576}, "head_dim_v 576", {"head_dim": 576, "head_dim_v": 512}),
-        (
-            {"head_dim": 512, "head_dim_v": 64},
-            "share boxes of 64",
-            {"head_dim": 512, "head_dim_v": 65},
-        ),
         (
             {"head_dim": 576, "head_dim_v": 512, "directions": ("fwd", "bwd")},
             "each of two CTAs has half of the columns of dK and dV",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ....fragments.program import has_program
+from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import TOKEN_SCALES, Problem
 from ..shared import LIGHT_SCORES, boxes_of
 from .plan import SoftmaxOrder
@@ -91,9 +92,10 @@ class Choice:
     def preference(self) -> float:
         """Higher is better, in keys a block: queries in registers are worth a block 24 keys
         smaller (40 of 8 bits), a third K stage 30 % (d256: 64 keys in three stages beat 80 in two
-        by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V. A third
-        warpgroup is worth any block, and what a window has of its own any other choice."""
-        keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
+        by 1.5 %), a second one half; an output that waits for Q's buffer costs 16, as do parts of
+        raw V. A third warpgroup is worth any block, and what a window has of its own any other
+        choice."""
+        keys = self.block * (1.3 if self.k_stages > 2 else self.k_stages / 2)
         in_parts = self.raw_keys if self.promote_blocks else self.raw_keys * self.raw_stages
         keys -= 16 * (0 < in_parts < self.block)
         in_registers = 40 if self.promote_blocks else 24
@@ -148,7 +150,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     take_turns, softmax = takes_turns(problem, consumers), softmax_order(problem)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
     q_places = [(False, False)] if consumers > 2 else [(False, False), (False, True)]
-    if consumers == 2 and light:
+    if consumers == 2 and light and _largest_dim(problem) <= MAX_HEAD_DIM:
         q_places.insert(0, (True, False))
     # With a bias blocks of 128 keys spill at head dim 8, at 128 beside what needs registers, too.
     much = consumers == 3 or problem.attn_mask or len(problem.scores) > 1
@@ -159,7 +161,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
         largest_block = 112  # whose addresses and quotients spill beside 128 keys
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         # Beside random words 128 keys in two stages measured +8 % over 112 in three.
-        for k_stages in K_STAGES[consumers] if not problem.dropout else (2,):
+        # Of 576 columns beside a bias shared memory holds one stage of the smallest block.
+        last = (1,) if _largest_dim(problem) > MAX_HEAD_DIM and block == SMALLEST_BLOCK else ()
+        for k_stages in (*(K_STAGES[consumers] if not problem.dropout else (2,)), *last):
             for q_in_registers, over_q in q_places:
                 if problem.bias and over_q and k_stages > 2:
                     continue  # an output with a place of its own measured +2 % at 128
@@ -259,7 +263,7 @@ def narrow_choices(problem: Problem, softmax: SoftmaxOrder) -> Iterator[Choice]:
     128, +12, +13, +9 and +6 % at 192, +27, +22, +10 and +6 % at 256, there over outputs that wait
     for Q's buffer by 2 to 7 %."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    if not has_narrow(largest, problem.scores):
+    if not has_narrow(largest, problem.scores) or boxes_of(largest) not in NARROW_STAGES:
         return
     few = largest <= 192 and problem.head_dim_v <= 128
     consumers = 4 if largest <= 64 else 3 if few else 2

@@ -1,6 +1,6 @@
 """Head dims above 256: a forward of 64 query rows whose output, more than the registers of one
 warpgroup hold, two warpgroups share by columns. One computes scores and weights, and hands these to
-the other through shared memory."""
+the other through shared memory. Of one box of columns there is nothing to share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
+from ..shared import boxes_of
 from .choices import LAZY_LOG2, Choice
 from .feasible import make_plan
 from .plan import WIDE, Plan, SoftmaxOrder
@@ -19,8 +20,10 @@ STAGES = ((2, 2), (2, 1), (1, 1))  # of K and of V
 
 
 def is_wide(problem: Problem) -> bool:
-    """Whether head dims are above those of other forwards."""
-    return max(problem.head_dim_qk, problem.head_dim_v) > MAX_HEAD_DIM
+    """Whether head dims are above those of other forwards, which have room for wider queries beside
+    a box of values."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    return largest > MAX_HEAD_DIM and boxes_of(problem.head_dim_v) > 1
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
