@@ -1,4 +1,4 @@
-// mma_fwd__causal_d128_bf16__498419
+// mma_fwd__causal_d128_bf16__4cc5b1
 // Rendered by attngen from kernels/mma_sync/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/cta_rows.cuh"
@@ -353,7 +353,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-mma_fwd__causal_d128_bf16__498419(const __grid_constant__ attngen::Params p) {
+mma_fwd__causal_d128_bf16__4cc5b1(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
     const TileOrder order = {p.tiles_m, p.heads_q, p.total_heads, p.heads_per_group, p.tail_rows};

@@ -1,4 +1,4 @@
-// mma_fwd__full_packed_d64_bf16__837fc6
+// mma_fwd__full_packed_d64_bf16__f3e467
 // Rendered by attngen from kernels/mma_sync/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/cta_rows.cuh"
@@ -413,7 +413,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-mma_fwd__full_packed_d64_bf16__837fc6(const __grid_constant__ attngen::Params p) {
+mma_fwd__full_packed_d64_bf16__f3e467(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   if (threadIdx.x < 32 && q_sequence(p).may_have_gaps(p.sequences)) fill_gaps(p, blockIdx.x, gridDim.x, threadIdx.x);

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import DTYPE_BYTES, DType, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, score_tile_bytes
@@ -37,18 +38,20 @@ FULL_SCHEDULE = Schedule(False, False, kv_group_bytes=0, group_heads=1, tail_sha
 
 @dataclass(frozen=True)
 class Choice:
-    """The free choices of a plan; everything else follows from them and the problem."""
+    """The free choices of a plan; everything else follows from them and the problem. parts: warps
+    that have the same rows, and divide columns of the output."""
 
     warps: int
     row_tiles: int
     block: int
     stages: int
     ctas: int
+    parts: int = 1
 
     @property
     def tile(self) -> Tile:
         """Query rows of a CTA, and keys that it takes at a time."""
-        return Tile(self.warps * self.row_tiles * ROW_TILE, self.block)
+        return Tile(self.warps // self.parts * self.row_tiles * ROW_TILE, self.block)
 
     @property
     def registers(self) -> int:
@@ -74,6 +77,16 @@ CHOICES = (
     Choice(4, 1, 64, 1, 1),
     Choice(4, 1, 32, 1, 1),
 )
+# Above MAX_HEAD_DIM, behind these. Of 512 columns 64 rows and a block of 32 keys take 128 KiB, 32
+# rows 96 of the 99 that the smallest chips have.
+OWN_COLUMNS = 256  # of the output, up to which a warp has all
+WIDE_CHOICES = (
+    Choice(8, 1, 64, 1, 1, parts=2),
+    Choice(8, 1, 32, 1, 1, parts=2),
+    Choice(4, 1, 32, 1, 1, parts=2),
+    Choice(2, 1, 32, 1, 1),
+    Choice(2, 1, 32, 1, 1, parts=2),
+)
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
 SCALED_BLOCK = 32  # keys whose tokens have scales: of 64 kernels spill 24 to 900 bytes
 SCALED_LIMIT = 164  # registers of operands beside them: of 168, 60 to 92 bytes
@@ -87,16 +100,27 @@ def row_bytes(head_dim: int, dtype: DType) -> int:
 def operand_registers(problem: Problem, choice: Choice) -> int:
     """Registers a thread holds at once: of each of its row tiles the output, a block's scores, and
     four of weights or queries."""
-    return choice.row_tiles * (-(-problem.head_dim_v // 8) * 4 + choice.block // 2 + 4)
+    columns = own_columns(problem, choice)
+    return choice.row_tiles * (-(-columns // 8) * 4 + choice.block // 2 + 4)
+
+
+def own_columns(problem: Problem, choice: Choice) -> int:
+    """Columns of the output that a warp has at most: all, or a part of V's boxes."""
+    if choice.parts == 1:
+        return problem.head_dim_v
+    boxes = row_bytes(problem.head_dim_v, problem.dtype_kv) // BOX_BYTES
+    return BOX_BYTES // DTYPE_BYTES[problem.dtype_kv] * -(-boxes // choice.parts)
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
     """The choices worth trying, the preferred first."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
     largest_block = SCALED_BLOCK if problem.token_scales else CHOICES[0].block
     for choice in CHOICES:
-        small = max(problem.head_dim_qk, problem.head_dim_v) <= WIDE
-        if (choice.stages == 1 or small) and choice.block <= largest_block:
+        if (choice.stages == 1 or largest <= WIDE) and choice.block <= largest_block:
             yield choice
+    if largest > MAX_HEAD_DIM:
+        yield from WIDE_CHOICES
 
 
 def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
@@ -109,13 +133,15 @@ def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
 def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where registers or shared memory do not hold it."""
     registers, limit = operand_registers(problem, choice), limit_of(problem, choice)
-    tile = choice.tile
+    tile, columns = choice.tile, own_columns(problem, choice)
+    if columns > OWN_COLUMNS or choice.parts > 1 and columns >= problem.head_dim_v:
+        return None
     smem = lay_out(
         {
             "Q": tile.m * row_bytes(problem.head_dim_qk, problem.dtype_q),
             "K": choice.stages * tile.n * row_bytes(problem.head_dim_qk, problem.dtype_kv),
-            "V": choice.stages * tile.n * row_bytes(problem.head_dim_v, problem.dtype_kv),
-            **({"Bias": score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
+            "V": choice.stages * tile.n * choice.parts * row_bytes(columns, problem.dtype_kv),
+            **({"Bias": choice.parts * score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
             **({"Scales": choice.warps * tile.n * SCALE_BYTES} if problem.token_scales else {}),
         }
     )
@@ -130,6 +156,8 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         tile=tile,
         warps=choice.warps,
         row_tiles=choice.row_tiles,
+        column_parts=choice.parts,
+        own_columns=columns,
         stages=choice.stages,
         ctas=choice.ctas,
         lazy_rescale_log2=lazy,
@@ -158,7 +186,9 @@ def explain(
     """The plan's choices in prose, for people. room: bytes of shared memory a CTA may use."""
     return (
         f"{choice.warps} warps of {choice.row_tiles * ROW_TILE} query rows: each fragment of keys "
-        f"or values serves {choice.row_tiles} product{'s' if choice.row_tiles > 1 else ''}",
+        f"or values serves {choice.row_tiles} product{'s' if choice.row_tiles > 1 else ''}"
+        + f", of which {choice.parts} divide the output's columns"
+        * (choice.parts > 1),
         f"{choice.block} keys a block: {registers} of {limit} operand registers a thread",
         f"{choice.stages} stage{'s' if choice.stages > 1 else ''} of K and V: {smem_bytes} of "
         f"{room} bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 from ....errors import PlanError
 from ....fragments.features import Features
-from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ... import tuned
@@ -35,11 +34,11 @@ class MmaForward(Family):
         return problem.direction == "fwd" and not problem.decode
 
     def refuses(self, problem: Problem) -> Iterator[str]:
-        largest = max(problem.head_dim_qk, problem.head_dim_v)
         beside = problem.bias or problem.paged or problem.eight_bit
+        joins_wide = problem.continues and problem.head_dim_v > choices.OWN_COLUMNS
         unserved = {
             "mask that was made before, beside a bias, pages and 8 bits": problem.listed and beside,
-            f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
+            f"output of more than {choices.OWN_COLUMNS} columns that joins another": joins_wide,
         }
         for what, asked in unserved.items():
             if asked:
@@ -77,7 +76,8 @@ class MmaForward(Family):
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         tiled = cast(Plan, plan)
-        block = Block(1, 1, keys_come=True, ctas=tiled.ctas, persistent=False)
+        scores = tiled.column_parts  # each warp of a part makes them
+        block = Block(scores, 1, keys_come=True, ctas=tiled.ctas, persistent=False)
         return aim_of(problem, tiled, block, target)
 
 

@@ -18,6 +18,8 @@ class Plan(TiledPlan):
     `warps`: of a CTA, each with `row_tiles` times 16 query rows, so that each fragment of keys or
     values that a warp reads serves all of them. `stages`: buffers of K and of V; of one, keys are
     copied under the product of values, and values under that of keys. `ctas`: of an SM.
+    `column_parts`: warps that have the same rows and divide the output's columns, of which each has
+    `own_columns` at most; each makes scores for itself.
     `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
     power of two. `eight_bit`: operands have 8 bits.
     """
@@ -27,6 +29,8 @@ class Plan(TiledPlan):
     tile: Tile
     warps: int
     row_tiles: int
+    column_parts: int
+    own_columns: int
     stages: int
     ctas: int
     lazy_rescale_log2: int

@@ -67,6 +67,20 @@ class JoinedColumns:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """How warps of the same rows divide columns of the output. Strings are C++.
+
+    parts: how many warps do; own_columns: of each. store: the function that stores rows; left: the
+    columns that all have.
+    """
+
+    parts: int
+    own_columns: int
+    store: str
+    left: str
+
+
+@dataclass(frozen=True)
 class Walk:
     """How a tile goes through its blocks of keys, from the last one on. Strings are C++.
 
@@ -95,7 +109,8 @@ class MmaForwardView:
     copied in turn. tells_full_blocks: C++, whether blocks in which no key is hidden have code of
     their own; beside rows that begin anywhere, whose copies are long, it would take seconds to
     compile. lazy_rescale_log2: how far maxima may grow before the output is rescaled.
-    longest_first: C++, whether tiles begin at the last queries.
+    longest_first: C++, whether tiles begin at the last queries. divided: how warps of the same rows
+    divide columns of the output, or None; columns: C++, how many of these a warp has.
 
     Formats: head_dim_qk, head_dim_v: columns. elements: C++ types by the names that templates have
     for them: of weights, and where these differ of queries, of keys and of the output. eight_bit:
@@ -135,6 +150,8 @@ class MmaForwardView:
     one_stage: bool
     lazy_rescale_log2: int
     longest_first: str
+    divided: Divided | None
+    columns: str
     head_dim_qk: int
     head_dim_v: int
     elements: tuple[Alias, ...]
@@ -205,6 +222,8 @@ def forward_view(
         one_stage=plan.stages == 1,
         lazy_rescale_log2=plan.lazy_rescale_log2,
         longest_first="true" if plan.schedule.longest_first else "false",
+        divided=divided_of(problem, plan),
+        columns="kOwnColumns" if plan.column_parts > 1 else "kHeadDimV",
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         elements=elements_of(problem),
@@ -245,6 +264,19 @@ def forward_view(
         packed=problem.q_seq == "packed",
         fills_gaps=fills_gaps(problem),
         lse_row=lse_row(problem),
+    )
+
+
+def divided_of(problem: Problem, plan: Plan) -> Divided | None:
+    """How warps divide columns, where they do."""
+    if plan.column_parts == 1:
+        return None
+    is_float = problem.dtype_o == "fp32"
+    return Divided(
+        parts=plan.column_parts,
+        own_columns=plan.own_columns,
+        store="store_float_rows<kOwnColumns>" if is_float else "store_rows<Element, kOwnColumns>",
+        left="p.dim_v" if problem.gather else "kHeadDimV",
     )
 
 
