@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...runtime.program import KernelEntry
+from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.problem import Problem
 from ...targets.target import TARGETS
 from ..plan import template_of
@@ -128,7 +129,7 @@ class RowSumsView(BlockView):
 
     lets_start: whether the next kernel may start before this one has ended. kv_alias: the fragment
     that says which blocks of keys rows see. attn_mask: whether a mask's bits
-    hide keys.
+    hide keys. keeps_queries: whether threads have registers for their rows of queries.
     """
 
     keys: SequenceView
@@ -137,6 +138,7 @@ class RowSumsView(BlockView):
     kv_alias: Alias
     attn_mask: bool
     lets_start: bool
+    keeps_queries: bool
 
 
 def prepare_view(
@@ -241,6 +243,7 @@ def row_sums_view(
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
         attn_mask=problem.attn_mask,
         lets_start=lets_start(plan),
+        keeps_queries=problem.head_dim_qk <= MAX_HEAD_DIM,
     )
 
 

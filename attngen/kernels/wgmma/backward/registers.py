@@ -8,7 +8,7 @@ from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
 from .plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
-from .wide import sends_ahead
+from .wide import is_wide, sends_ahead
 
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
@@ -49,6 +49,8 @@ DQ_OPERANDS = (
     ("gather", 192),
     ("gather attn_mask heavy", 176),
     ("gather dropout bias", 176),
+    ("gather paired", 184),
+    ("gather dropout bias heavy paired", 168),
 )
 DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80), ("program", 80))
 # Of the dK and dV kernel, the most queries a block, the same way.
@@ -56,6 +58,7 @@ DKV_QUERIES = (
     ("", 64),
     ("wide several bias", 48),
     ("wide several dropout attn_mask", 32),
+    ("gather dropout paired", 48),
 )
 
 
@@ -76,15 +79,16 @@ def pair_registers(problem: Problem, family: str) -> tuple[int, int]:
     """Registers of the producer and of consumers of a kernel of which two CTAs share tiles."""
     if family == OF_QUERIES and sends_ahead(problem):
         return AHEAD_REGISTERS
-    return PAIR_GATHER_REGISTERS if problem.gather else PAIR_REGISTERS
+    copies = problem.gather and family == OF_KEYS  # the rows, and what finds them
+    return PAIR_GATHER_REGISTERS if copies else PAIR_REGISTERS
 
 
 def features_of(problem: Problem) -> frozenset[str]:
     """Features that take registers.
 
-    small: blocks of 128 queries; uneven: of these all but equal head dims up to 32; heavy: scores
-    that are more than a multiply-add; arithmetic: one that is no bias; program: one that comes from
-    a callable.
+    small: blocks of 128 queries; uneven: of these all but equal head dims up to 32; paired: two
+    CTAs have half of the columns each; heavy: scores that are more than a multiply-add; arithmetic:
+    one that is no bias; program: one that comes from a callable.
     """
     d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
     heavy = set(scores) - LIGHT_SCORES
@@ -93,6 +97,7 @@ def features_of(problem: Problem) -> frozenset[str]:
         "large": max(d, d_v) > 64,
         "uneven": d > 32 or d != d_v,
         "unlike": d != d_v,
+        "paired": is_wide(problem),
         "wide": d_v > 192,
         "scores": bool(scores),
         "several": len(scores) > 1,
