@@ -253,6 +253,24 @@ def test_generation_of_transformers_runs_on_kernels(llama: Any, cache: str) -> N
     assert (found - wanted).float().norm() <= 2e-2 * wanted.float().norm()
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_steps_behind_padding_read_a_cache_where_it_lies(window: int | None, sinks: bool) -> None:
+    there = torch.arange(300) >= torch.tensor([[0], [130], [299]])
+    function = mask_kit.CAUSAL
+    if window is not None:
+        function = mask_kit.every(mask_kit.window(window), function)
+    given = mask_kit.request_of(function, (1, 300, 299, 0), there.to(oracle.DEVICE))
+    plan = door.mask_of(**{**given, "batch_size": 3}, device=oracle.DEVICE)
+    operands = [oracle.randn(3, heads, s, 64) for heads, s in ((8, 1), (2, 300), (2, 300))]
+    sink = oracle.randn(8, seed=9) if sinks else None
+    found, wanted = (
+        door.attend(None, *operands, plan, s_aux=sink, backend=backend)[0]
+        for backend in ("cuda", "reference")
+    )
+    alike(found, wanted)
+
+
 @pytest.mark.parametrize("case", ["causal", "window, padded"])
 def test_blocks_of_images_are_one_mask_for_all_layers(
     case: str, monkeypatch: pytest.MonkeyPatch
