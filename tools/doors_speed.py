@@ -6,14 +6,14 @@ Two layers of a stack shaped like a model, random weights, bfloat16: a training 
 backward) and a prompt with its cache of one sequence, and one token of 8 sequences behind a full
 cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
 PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
-own. Medians of interleaved rounds. Training has a process, and inference, of each stack and length:
-all compile at once, then one after another is timed. Compiled code is kept where
-TORCHINDUCTOR_CACHE_DIR says; a run that finds none may need --ready-within of some minutes, and
-leaves out what it does not get ready. --compile does that alone, in stacks as narrow as attention
-leaves them. Three things of peers are mended, as transformers 5.17 has them: the mask of a model's
-own attention, which no graph takes; that of FlexAttention over a fixed cache, whose queries move on
-by one before they are asked where they are; and the sort of one of 128 blocks of queries, a kernel
-that Triton compiles for minutes, which is PyTorch's own sort here.
+own. Medians of interleaved rounds. Training has a process, and inference, of each stack and length,
+short steps one each: all compile at once, then one after another is timed. Compiled code is kept
+where TORCHINDUCTOR_CACHE_DIR says; a run that finds none may need --ready-within of some minutes,
+and leaves out what it does not get ready. --compile does that alone, in stacks as narrow as
+attention leaves them. Three things of peers are mended, as transformers 5.17 has them: the mask of
+a model's own attention, which no graph takes; that of FlexAttention over a fixed cache, whose
+queries move on by one before they are asked where they are; and the sort of one of 128 blocks of
+queries, a kernel that Triton compiles for minutes, which is PyTorch's own sort here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import itertools
 import logging
 import multiprocessing
 import random
+import signal
 import statistics
 import sys
 import time
@@ -54,7 +55,8 @@ MOST_EAGER = 4096  # tokens of a model's own attention whose scores are tensors 
 SORTED_FOR_LONG = 128 * 128  # keys of a mask of FlexAttention with as many blocks of queries
 LENGTHS = (4096, 16384, 32768)
 STEPS = ("train", "prefill", "decode")
-TOGETHER = (("train",), ("prefill", "decode"))
+TOGETHER = (("train",), ("prefill", "decode"))  # in a process
+APART = 4096  # tokens of steps so short that what the host does shows: each has a process
 TOLERANCE = 0.05  # of the norm of what attngen's layers return for a token
 NARROW = {"hidden_size": 64, "intermediate_size": 64}
 COMPILED, GRACE = ("flex",), 10.0  # who compiles for long, and seconds to end that in
@@ -298,16 +300,21 @@ def work(parent: Connection, task: Task, options: argparse.Namespace) -> None:
     parent.close()
 
 
+def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
+    """Tasks of the processes, of what is asked for."""
+    for name, length in itertools.product(options.stacks, options.lengths):
+        for together in [(each,) for each in STEPS] if length <= APART else TOGETHER:
+            if steps := tuple(each for each in together if each in options.steps):
+                yield Task(name, steps, length)
+
+
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of what is asked for, each printed when it is there."""
     spawn = multiprocessing.get_context("spawn")
     start = time.monotonic()
     options.until = start + options.ready_within
     workers, tasks = {}, {}
-    for name, together, length in itertools.product(options.stacks, TOGETHER, options.lengths):
-        task = Task(name, tuple(each for each in together if each in options.steps), length)
-        if not task.steps:
-            continue
+    for task in tasks_of(options):
         own, other = spawn.Pipe()
         process = spawn.Process(target=work, args=(other, task, options), daemon=True)
         process.start()
@@ -355,6 +362,7 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes, too
     fields = {"rounds": options.rounds, "layers": LAYERS, "sequences": SEQUENCES}
     versions = {"transformers": version("transformers")}
     write_rows(options.output, SCHEMA, rows(options), **fields, versions=versions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,13 @@ def test_row_holds_medians_beside_the_best_peer() -> None:
     assert found["ms"] == {"attngen": 2.0, "flash": 3.0, "flex": 5.0}
     assert (found["best_peer"], found["ratio"]) == ("flash", 1.5)
     assert row(flash=3.0)["ratio"] is None and row(attngen=3.0)["best_peer"] is None
+
+
+def test_short_steps_have_a_process_each() -> None:
+    options = Namespace(stacks=["llama-8b"], lengths=[4096, 16384], steps=["prefill", "decode"])
+    found = [(each.steps, each.length) for each in doors_speed.tasks_of(options)]
+    both = ("prefill", "decode")
+    assert found == [(("prefill",), 4096), (("decode",), 4096), (both, 16384)]
 
 
 def test_results_are_apart_by_what_most_tokens_are() -> None:
