@@ -190,15 +190,17 @@ def serving(problem: Problem, target: Target) -> Family:
 
     Raises: PlanError with every reason where none does.
     """
-    reasons: list[str] = []
+    reasons: list[str] = []  # of those whose instructions the target has
+    beyond: list[str] = []
     for family in families():
         if family.is_asked(problem, target):
             refused = family.refusals(problem, target)
             if not refused:
                 return family
-            reasons += refused
-    reasons = reasons or ["no family of kernels computes it"]
-    raise PlanError(named_refusals(problem, reasons))
+            (beyond if any(target.lacks(family.needs)) else reasons).extend(refused)
+    raise PlanError(
+        named_refusals(problem, reasons or beyond or ["no family of kernels computes it"])
+    )
 
 
 def named_refusals(problem: Problem, reasons: Sequence[str]) -> list[str]:

@@ -78,7 +78,10 @@ def test_mma_decode_with_scores_sinks_windows_and_maxima_is_right(choice, splits
     check_all(choice, queries(4, 5, 8, 128), cache([700, 0, 65, 1500], 2, 128), 1, splits)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 48)], ids=str)
+DIMS_OF_BYTES = [(64, 64), (128, 128), (256, 256), (80, 48), (576, 512), (64, 448), (304, 272)]
+
+
+@pytest.mark.parametrize("dims", DIMS_OF_BYTES, ids=str)
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
 def test_mma_decode_of_8_bit_keys_and_values_is_right(kv, dims):
     """On chips whose tensor cores have the format."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.call.served import unserved
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.errors import PlanError
@@ -18,7 +17,6 @@ from attngen.kernels.mma_sync.decode.plan import DECODE, DecodePlan
 from attngen.kernels.plan import plans
 from attngen.kernels.support.combine import CombinePlan
 from attngen.kernels.uses import uses_of
-from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT, TARGETS
 from tests.support.forward_kit import BIAS, CAPPED, CAUSAL, DENSE, FP8, PAGED, WIDENED
@@ -72,9 +70,9 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
     ):
         with pytest.raises(PlanError, match=word):
             plans(problem, "sm_80")
-    narrow = replace(WIDENED, decode=True, head_dim_qk=576, head_dim_v=512)
-    with pytest.raises(PlanError, match="have values of up to 256 columns"):
-        plans(narrow, "sm_89")
+    with pytest.raises(PlanError) as caught:
+        plans(replace(WIDENED, decode=True), "sm_80")
+    assert "wgmma" not in str(caught.value)  # what other families need says nothing here
 
 
 @pytest.mark.parametrize(
@@ -143,6 +141,7 @@ def test_registers_count_output_queries_and_scores() -> None:
         ("sm_86", replace(CAPPED, decode=True, kv_seq="used", max_logit=True)),
         ("sm_89", replace(PAGES, dtype_kv="e4m3")),
         ("sm_120", replace(PAGES, q_seq="packed", head_dim_qk=64, head_dim_v=64)),
+        ("sm_89", replace(WIDENED, decode=True, head_dim_qk=576, head_dim_v=512)),
     ],
 )
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
@@ -153,17 +152,19 @@ def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
-def test_bytes_of_more_columns_than_a_warp_holds_are_refused_by_name(arch: str) -> None:
-    """A call that names no backend takes the reference then."""
-    spec = AttentionSpec(
-        dtype="bf16",
-        kv_dtype="e4m3",
-        head_dim=576,
-        head_dim_v=512,
-        layout="paged_kv_bshd_bshd_bshd",
-        decode=True,
-        seqused=True,
-    )
-    assert any("values of up to 256 columns" in reason for reason in unserved(spec, arch))
-    assert not unserved(replace(spec, head_dim_v=256), arch)
-    assert not unserved(replace(spec, kv_dtype=None), arch)
+@pytest.mark.parametrize("dims", [(576, 512), (64, 448), (304, 272)], ids=str)
+def test_bytes_of_more_columns_than_a_warp_holds_are_widened_in_pairs_of_steps(
+    arch: str, dims: tuple[int, int]
+) -> None:
+    d, d_v = dims
+    problem = replace(WIDENED, decode=True, head_dim_qk=d, head_dim_v=d_v)
+    plan = plan_of(problem, arch)
+    assert plan.divides_columns and plan.warp_keys % 16 == 0
+    text = render_problem(problem, plan).text
+    assert "constexpr int kColumns = ceil_div(ceil_div(kVSteps, 2), kWarps) * 32;" in text
+    assert "order_columns(output);" in text and "pack_pairs<Fp16, kKeys / 2>" in text
+    plain = render_problem(
+        replace(SPLIT, head_dim_qk=d, head_dim_v=d_v),
+        plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d_v), arch),
+    ).text
+    assert "order_columns" not in plain and "ceil_div(kVSteps, kWarps) * 16" in plain

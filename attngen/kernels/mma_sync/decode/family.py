@@ -37,11 +37,6 @@ class MmaDecode(Family):
     def refuses(self, problem: Problem) -> Iterator[str]:
         if problem.eight_bit:
             yield "kernels of mma.sync have no queries of 8 bits yet"
-        if problem.widens and problem.head_dim_v > decode.OWN_COLUMNS:
-            yield (
-                "kernels of mma.sync that split keys of 8 bits have values of up to "
-                f"{decode.OWN_COLUMNS} columns"
-            )
         if has_program(problem.scores):
             yield "kernels that split keys have no scores of callables"
         more = problem.bias or problem.attn_mask or problem.dropout

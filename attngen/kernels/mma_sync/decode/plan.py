@@ -97,8 +97,8 @@ def make_plan(
         for columns in (problem.head_dim_qk, problem.head_dim_v)
     )
     divides = stages == 1
-    if divides and problem.widens:
-        return None  # bytes are widened where a warp has keys and columns alike
+    if divides and problem.widens and keys % ROWS:
+        return None  # bytes of 16 keys are turned at once
     if not divides and problem.head_dim_v > OWN_COLUMNS:
         return None
     if not divides:  # in the end the warps' outputs take these places

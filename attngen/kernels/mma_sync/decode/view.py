@@ -90,6 +90,8 @@ def decode_view(
 ) -> MmaDecodeView:
     """The view of the kernel that reads the keys of `problem` as its plan says."""
     unit, of_unit = (16, "kVSteps") if plan.divides_columns else (8, "kOutputTiles")
+    if plan.divides_columns and problem.widens:  # bytes of two steps are turned at once
+        unit, of_unit = 32, "ceil_div(kVSteps, 2)"
     single = {role: fragment_view(uses[role][0]) for role in uses if role not in ("mask", "score")}
     return MmaDecodeView(
         kernel=kernel,
