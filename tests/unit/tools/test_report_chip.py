@@ -36,6 +36,7 @@ def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
 def test_report_joins_what_was_left_and_says_what_was_not(tmp_path: Path) -> None:
     (tmp_path / "tests-1.xml").write_text(JUNIT)
     (tmp_path / "tests-2.xml").write_text(JUNIT.replace('"a"', '"b"'))
+    (tmp_path / "tests-3.xml").write_text("<testsuites/>")  # stopped before its first test
     found = report_chip.collect(tmp_path, {"tests": 1, "speed": 2})
     assert (found["tests"]["passed"], found["tests"]["failed"]) == (2, 2)
     assert found["speed"] == {"error": "no figures: FileNotFoundError"}
