@@ -49,14 +49,15 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PY) -m pytest $(TESTS)
 
-# The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
+# The covering set whole, on kernels of Hopper and of other GPUs; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
 ONCE := backward_kernels backward_parts decode decode_scores dropout fading first_visits folded_grids forward forward_lengths forward_masks \
-        forward_onto forward_refusals forward_values heads_apart jax layouts mask_pack mma_decode mma_sync mma_sync_backward nested op padding paged_prompt \
+        forward_onto forward_refusals forward_values heads_apart jax layouts mask_pack mma_decode mma_fp8 mma_learned mma_sync mma_sync_backward nested op padding paged_prompt \
         short softcap varlen waves
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py
+	ATTNGEN_TARGET=sm_90 $(EMULATE) tests/gpu/test_coverage.py
 	$(EMULATE) --each 1 $(ONCE:%=tests/gpu/test_%.py)
 	$(EMULATE) --each 16 tests/gpu/test_hostile_integers.py
 
