@@ -89,7 +89,7 @@ def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path) -> int:
 
     Returns the largest status of them.
     """
-    gpu = gpu_suite.gpu_names()[:1]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]
     running = [
         gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt")
         for number, part in enumerate(parts, 1)

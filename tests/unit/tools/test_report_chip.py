@@ -58,6 +58,7 @@ def test_main_writes_the_file_whatever_failed(
     ran: list[str] = []
 
     def start(command: list[str], gpus: list[str], output: Path) -> SimpleNamespace:
+        assert gpus == ["3"]
         ran.append(command[2])
         output.write_text("one\ntwo")
         return SimpleNamespace(returncode=status)
@@ -65,7 +66,7 @@ def test_main_writes_the_file_whatever_failed(
     monkeypatch.setattr(report_chip, "missing", lambda: None)
     monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
     monkeypatch.setattr(report_chip, "processes", lambda: 2)
-    monkeypatch.setattr(report_chip.gpu_suite, "gpu_names", lambda: ["0", "1"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     monkeypatch.setattr(report_chip.gpu_suite, "start", start)
     monkeypatch.setattr(report_chip.gpu_suite, "finish", lambda parts, deadline: None)
     assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
