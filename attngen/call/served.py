@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..fragments import features
-from ..kernels.family import families, named_refusals
+from ..kernels.family import families, named_refusals, serving_or_reasons
 from ..spec.attention_spec import AttentionSpec
 from ..spec.resolve import find_violations, resolve
 from ..targets.target import DEFAULT, TARGETS
@@ -24,10 +24,9 @@ def unserved(spec: AttentionSpec, arch: str) -> list[str]:
         return [violation.reason for violation in violations]
     reasons: list[str] = []
     for problem in resolve(there, _FEATURES):
-        asked = [family for family in _FAMILIES if family.is_asked(problem, target)]
-        refused = [family.refusals(problem, target) for family in asked]
-        if all(refused):
-            reasons += named_refusals(problem, [reason for each in refused for reason in each])
+        family, refused = serving_or_reasons(problem, target, _FAMILIES)
+        if family is None:
+            reasons += named_refusals(problem, refused)
     return [*dict.fromkeys(reasons)]
 
 

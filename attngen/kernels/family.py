@@ -190,17 +190,26 @@ def serving(problem: Problem, target: Target) -> Family:
 
     Raises: PlanError with every reason where none does.
     """
+    family, reasons = serving_or_reasons(problem, target, families())
+    if family is None:
+        raise PlanError(named_refusals(problem, reasons))
+    return family
+
+
+def serving_or_reasons(
+    problem: Problem, target: Target, among: Sequence[Family]
+) -> tuple[Family | None, list[str]]:
+    """The family that serves a problem on a target; where none does, why: what refuse those whose
+    instructions the target has, else what it lacks. among: all families."""
     reasons: list[str] = []  # of those whose instructions the target has
     beyond: list[str] = []
-    for family in families():
+    for family in among:
         if family.is_asked(problem, target):
             refused = family.refusals(problem, target)
             if not refused:
-                return family
+                return family, []
             (beyond if any(target.lacks(family.needs)) else reasons).extend(refused)
-    raise PlanError(
-        named_refusals(problem, reasons or beyond or ["no family of kernels computes it"])
-    )
+    return None, reasons or beyond or ["no family of kernels computes it"]
 
 
 def named_refusals(problem: Problem, reasons: Sequence[str]) -> list[str]:

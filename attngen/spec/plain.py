@@ -61,6 +61,17 @@ def _plain_number(value: Any) -> Any:
     return value if _is_number_of_another_package(number) else number
 
 
+def is_on(condition: Any) -> bool:
+    """Whether a condition holds, as a plain bool.
+
+    A number that torch.compile traces may be a symbol, and so is what compares it, until it decides
+    a branch.
+    """
+    if condition:
+        return True
+    return False  # noqa: SIM103
+
+
 def causal_variant(value: object) -> str | None:
     """The mask that a `torch.nn.attention.bias.CausalBias` means; None of anything else. Such a
     tensor has sizes and a variant, and no numbers."""
