@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 Kept = dict[Hashable, dict[str, Tensor]]
 
 
-def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: Kept) -> Any:
+def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: Kept | None) -> Any:
     """The output [b, s_q, h, d_v] of dense operands [b, h, s, d] whose keys begin at
     `seqstart_kv`, or a pair of it and by-products.
 
@@ -26,7 +26,8 @@ def attend(operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, kept: 
     positions within each: each head is a sequence then. Others are copied where positions do not
     follow each other.
 
-    arguments: of `attention`; kept: lengths by sizes, that this has made for the same arguments.
+    arguments: of `attention`; kept: lengths by sizes, that this has made for the same arguments;
+    None of traced code, whose compiler makes alike ones once.
     """
     q, k, v = operands
     b, heads, rows, _ = q.shape
@@ -71,18 +72,21 @@ def _by_key_head(q: Tensor, keys: tuple[Tensor, Tensor], rest: Arguments) -> Ten
 
 
 def _lengths(
-    arguments: Arguments, kept: Kept, sizes: tuple[int, int, int, int]
+    arguments: Arguments, kept: Kept | None, sizes: tuple[int, int, int, int]
 ) -> dict[str, Tensor]:
     """Cumulative lengths of both sides and where sequences begin, int32 [n + 1]. sizes: sequences,
     heads of each that are sequences of their own, and rows of the tensors of either side."""
-    if sizes not in kept:
-        b, heads, *rooms = sizes
-        kept[sizes] = {
-            name: x
-            for side, room in zip(("q", "kv"), rooms, strict=True)
-            for name, x in _of_side(arguments, side, b, heads, room).items()
-        }
-    return kept[sizes]
+    if kept is not None and sizes in kept:
+        return kept[sizes]
+    b, heads, *rooms = sizes
+    made = {
+        name: x
+        for side, room in zip(("q", "kv"), rooms, strict=True)
+        for name, x in _of_side(arguments, side, b, heads, room).items()
+    }
+    if kept is not None:
+        kept[sizes] = made
+    return made
 
 
 def _of_side(arguments: Arguments, side: str, b: int, heads: int, room: int) -> dict[str, Tensor]:

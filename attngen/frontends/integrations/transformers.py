@@ -124,8 +124,9 @@ def attend(
     else:
         arguments |= _without_mask(module, q.shape[1], k.shape[1], given)
     if ends is None or "attn_mask" in arguments:
-        if arguments.get("seqstart_kv") is not None and not torch.compiler.is_compiling():
-            kept = attention_mask.lengths  # type: ignore[union-attr]  # which alone says so
+        if arguments.get("seqstart_kv") is not None:
+            plan: Any = attention_mask  # which alone says so
+            kept = None if torch.compiler.is_compiling() else plan.lengths
             found = left_padded.attend((query, key, value), arguments, kept)
             return _output(found), None
         return _output(attention(q, k, v, layout="bshd", **arguments)), None

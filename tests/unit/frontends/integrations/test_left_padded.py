@@ -82,3 +82,17 @@ def test_dropout_keeps_heads_together() -> None:
     plan = door.mask_of(**request_of(*PLANNED["step behind padding"]))
     found, _ = door.attend(LAYER, *operands_of("step behind padding"), plan, dropout=0.5)
     assert found.shape == (B, 1, HEADS, D)
+
+
+@pytest.mark.parametrize("case", ["causal behind padding", "step behind padding"])
+def test_compiled_layers_compute_what_others_do(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left_padded, "TILE", 0)
+    plan, operands = door.mask_of(**request_of(*PLANNED[case])), operands_of(case)
+    torch._dynamo.reset()
+    layer = torch.compile(
+        lambda *x: door.attend(LAYER, *x, plan)[0], backend="eager", fullgraph=True
+    )
+    found = layer(*operands)
+    assert not plan.lengths
+    torch.testing.assert_close(found, door.attend(LAYER, *operands, plan)[0])
+    assert plan.lengths
