@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..fragments.header import PREFIX
-from ..fragments.lowering import CAPTURED, NUMBER
+from ..fragments.names import CAPTURED, NUMBER
 from ..fragments.program import Program
 from ..kernels.family import Choice
 from ..runtime.launch import prepare

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .lowering import Names
+from .names import Names
 from .program import TYPES, Operation, Program
 from .program_text import depends_on
 

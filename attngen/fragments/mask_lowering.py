@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from .header import Fragment
-from .lowering import Names, helpers_of, members_of, name_of_struct, operands_of
+from .lowering import helpers_of, members_of, name_of_struct, operands_of
 from .mask_bounds import bounds_struct_of
+from .names import Names
 from .program import Operation, Program
 
 # Operations of floats whose last bit counts; a kernel of masks has the time for IEEE's division.

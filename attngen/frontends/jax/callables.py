@@ -19,7 +19,7 @@ from ...call.table import AttentionCall, named
 from ...call.tensors import FP8
 from ...errors import SpecError
 from ...fragments.features import register_program
-from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
+from ...fragments.names import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...fragments.program import Program
 from ...spec import layouts
 from .callable_graph import (

@@ -18,7 +18,7 @@ from ...call.fragments import LEARNED, SLOTS
 from ...call.table import ROWS, AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
 from ...fragments.features import register_program
-from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
+from ...fragments.names import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
 from ...spec import layouts
 from . import callable_listed, descriptions, routing

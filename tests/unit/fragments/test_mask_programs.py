@@ -13,8 +13,8 @@ from attngen.compiler.builder import render_problem
 from attngen.errors import SpecError
 from attngen.fragments import features
 from attngen.fragments.features import register_program
-from attngen.fragments.lowering import CAPTURED
 from attngen.fragments.mask_lowering import mask_fragment_of
+from attngen.fragments.names import CAPTURED
 from attngen.fragments.program import MASK_PREFIX, TYPES
 from attngen.frontends.pytorch.callable_program import Traced, mask_program
 from attngen.frontends.pytorch.callable_trace import trace
