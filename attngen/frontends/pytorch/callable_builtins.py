@@ -148,7 +148,10 @@ def built_in_of(traced: Traced, is_mask: bool) -> BuiltIn | None:
     if (window := _window(tree)) is None:
         return _prefix(tree, traced.numbers) or _chunked(tree)
     most = int(traced.numbers[window.number]) - window.excluded
-    return BuiltIn({"window": (most, most if window.both else 0)}) if most >= 0 else None
+    if most < 0:
+        return None
+    own: dict[str, Any] = {"window": (most, most if window.both else 0)}
+    return BuiltIn(own if window.both else {"mask": "causal", **own})
 
 
 def _is_plain(given: Mapping[str, Any]) -> bool:

@@ -340,7 +340,8 @@ def _traced(name: str, mod: Any, device: torch.device) -> Traced:
             graph = trace(name, mod, device)
             is_score = name == "score_mod"
             traced = score_program(graph, device) if is_score else mask_program(graph)
-        _keep(mod, key, tensors, traced, device, graph.meta["reads_values"])
+        if _keep(mod, key, tensors, traced, device, graph.meta["reads_values"]):
+            traced = replace(traced, key=key)
     for each in traced.captures:
         if each.device != device:
             raise SpecError(
@@ -359,8 +360,8 @@ def _keep(
     traced: Traced,
     device: torch.device,
     reads_values: bool,
-) -> None:
-    """Remember a trace, where a later call can know that it holds."""
+) -> bool:
+    """Remember a trace, where a later call can know that it holds; returns whether it can."""
     origins = [prologue_of(*origin, tensors) for origin in traced.origins]
     places = tuple([each for each in origins if each is not None])
     numbers = any(not x.ndim and x.device.type == "cpu" for x in tensors)
@@ -373,12 +374,13 @@ def _keep(
                 "values of tensors, or makes some",
                 getattr(mod, "__qualname__", mod),
             )
-        return
+        return False
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     kept = replace(traced, captures=(), sources=(), origins=(), key=key)
     on_one = all(x.device == device for x in tensors)
     _known[key] = _Known(kept, places, device if on_one else None)
+    return True
 
 
 def _check_count(name: str, traced: Traced) -> None:

@@ -21,8 +21,8 @@ Mod = Callable[..., torch.Tensor]
 MASKS: dict[str, tuple[Mod, dict[str, Any]]] = {
     "causal": (lambda b, h, i, j: i >= j, {"mask": "causal"}),
     "causal, turned": (lambda b, h, i, j: j <= i, {"mask": "causal"}),
-    "behind": (lambda b, h, i, j: (j <= i) & (i - j < 4), {"window": (3, 0)}),
-    "up to": (lambda b, h, i, j: (i - j <= 4) & (i >= j), {"window": (4, 0)}),
+    "behind": (lambda b, h, i, j: (j <= i) & (i - j < 4), {"mask": "causal", "window": (3, 0)}),
+    "up to": (lambda b, h, i, j: (i - j <= 4) & (i >= j), {"mask": "causal", "window": (4, 0)}),
     "around": (lambda b, h, i, j: (j - i).abs() <= 2, {"window": (2, 2)}),
     "prefix": (lambda b, h, i, j: (j < 5) | (j <= i), {"mask": "prefix", "prefix": 5}),
     "prefixes": (
