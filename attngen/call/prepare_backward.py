@@ -56,7 +56,7 @@ from .tensors import Described, TensorDesc, dtype_name, is_fp8, named
 DTYPES = ("float16", "bfloat16")
 # Parameters that kernels may do without: gradients and maxima that nobody wants, schedules of few
 # sequences.
-UNREAD = (*GRADIENTS, *fp8_gradients.MAXIMA, *schedule.PARTS["bwd"])
+UNREAD = (*GRADIENTS, "dlearned", *fp8_gradients.MAXIMA, *schedule.PARTS["bwd"])
 READ = ("d_o", "o", *CARRIERS)  # by the copy engine
 CARRIER_OF = dict(zip(GRADIENTS, CARRIERS, strict=True))
 Tensors = Mapping[str, "TensorDesc | None"]

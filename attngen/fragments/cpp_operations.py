@@ -4,10 +4,9 @@ from __future__ import annotations
 
 # Functions that lines may call, each with the C++ of its body; `x`, `y` are floats.
 HELPERS = {
-    "quotient_of": """float quotient_of(float x, float y) {
-    // The reciprocal of a larger one would be 0.
-    const float shrink = magnitude_of(y) > 0x1p120f ? 0x1p-24f : 1.f;
-    return x * shrink * reciprocal_of(y * shrink);
+    "quotient_of": """float quotient_of(float x, float y, float factor = 1.f) {
+    // The reciprocal of the largest would be 0.
+    return x * reciprocal_of(y * 0.25f) * (0.25f * factor);
   }""",
     "times_of": """float times_of(float x, float y) {
     // Rounded before anything is added to it.

@@ -87,7 +87,9 @@ class Fragment:
     Python that the reference applies. `text`: the whole file, of a fragment that is not among
     attngen's templates. `program`: that of a callable, of which it is made; `learned`: of the
     tensors that it reads, by their places, those that have gradients; `reaches`: of each load of
-    theirs which elements of a tile read the same number, as learned_sums.cuh names it.
+    theirs which elements of a tile read the same number, as learned_sums.cuh names it; `lines`: how
+    many numbers of a key, and of a distance, kernels may keep for it; `learned_lines`: the same
+    with those of what it learns; `turned_lines`: how many of a query, and of a distance.
     """
 
     axis: str
@@ -111,6 +113,9 @@ class Fragment:
     program: str = ""
     learned: tuple[int, ...] = ()
     reaches: tuple[str, ...] = ()
+    lines: tuple[int, ...] = ()
+    learned_lines: tuple[int, ...] = ()
+    turned_lines: tuple[int, ...] = ()
 
     @property
     def template(self) -> str:

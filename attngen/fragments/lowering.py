@@ -6,15 +6,20 @@ large argument, the compiler makes the products of matrices wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
+from .affine import affine_of
 from .cpp_operations import HELPERS, NEEDS
 from .header import Fragment, Operand
-from .names import CAPTURED, NUMBER, PER_UNIT, UNIT, Names, body_of
-from .program import TYPES, Program
+from .names import CAPTURED, DIAGONAL, NUMBER, PER_UNIT, UNIT, Names, body_of
+from .program import ONE, TYPES, Program
+from .program_text import depends_on
+from .score_lines import ScoreLines, lines_of, turned_lines_of
 
 NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
+_NO_LINES = ScoreLines()
+_OF_LINES = {"column": "a key", "row": "a query", "distance": "pairs of a distance"}
 
 
 @cache
@@ -30,6 +35,8 @@ def fragment_of(program: Program) -> Fragment:
         Operand(PER_UNIT, "scalar", "f32", "1.", score_power=1),
     ]
     struct = name_of_struct(program)
+    kept, every = lines_of(program), lines_of(program, learns=True)
+    turned = turned_lines_of(program)
     return Fragment(
         axis="score",
         name=program.name,
@@ -40,10 +47,33 @@ def fragment_of(program: Program) -> Fragment:
         operands=tuple(operands),
         additive=program.additive,
         learned=program.learned_captures,
-        reaches=tuple(Names(program).reach(load) for load, _ in program.learned),
+        reaches=reaches_of(program),
+        lines=(len(kept.columns), len(kept.distances)),
+        learned_lines=(len(every.columns), len(every.distances)),
+        turned_lines=(len(turned.rows), len(turned.distances)),
         text=f"<% macro emit() %>\n{struct_of(program, struct)}\n<% endmacro %>\n",
         program=program.text,
     )
+
+
+def reaches_of(program: Program) -> tuple[str, ...]:
+    """Which elements of a tile read one number by each load that has a derivative; by distances
+    kernels sum one load's."""
+    names, found = Names(program), []
+    for load, _ in program.learned:
+        reach = names.reach(load)
+        found.append("kAny" if reach == DIAGONAL and DIAGONAL in found else reach)
+    return tuple(found)
+
+
+def learns_at_keys(program: Program) -> bool:
+    """Whether all that a program learns takes sums of its keys' gradients alone: it only adds, and
+    neither what it reads nor derivatives by it depend on queries."""
+    if not (program.learned and program.additive):
+        return False
+    derivatives = [derivative for _, derivative in program.learned]
+    of_keys = {*reaches_of(program)} <= {"kTile", "kColumn"}
+    return of_keys and not depends_on(program, derivatives) & {"s", "i"}
 
 
 def operands_of(program: Program) -> Iterator[Operand]:
@@ -65,58 +95,178 @@ def name_of_struct(program: Program) -> str:
 
 
 def struct_of(program: Program, struct: str) -> str:
-    """The C++ of a program: a struct of that name, with `apply` and `grad`."""
-    names = Names(program)
-    applied, slope = names.lines(program.value), names.lines(program.slope)
-    result = f"{names.of(program.value)} * {PER_UNIT}"
-    result = f"score + {result}" if program.additive else result
+    """The C++ of a program: a struct of that name, with `apply` and `grad`, and what makes lines of
+    a tile for kernels that keep them."""
+    names, kept = Names(program), lines_of(program)
+    turned = turned_lines_of(program)
+    applied = _by_lines(kept, lambda places: _applied(program, names, places), turned)
+    slope = _by_lines(_NO_LINES, lambda places: _slope(program, names, places), turned)
     units = (f"float {UNIT};", f"float {PER_UNIT};")
     members = "\n  ".join((*members_of(program), *units))
     learned = _learn(program, names) if program.learned else ""
-    helpers = "\n  ".join(helpers_of("\n".join([*applied, *slope, learned])))
+    every = lines_of(program, learns=True)
+    made = _lines(program, names, "column", "j", every.columns, len(kept.columns))
+    made += _lines(program, names, "distance", "distance", every.distances, len(kept.distances))
+    made += _lines(program, names, "row", "i", turned.rows, len(turned.rows))
+    helpers = "\n  ".join(helpers_of("\n".join([applied, slope, learned, made])))
     return f"""struct {struct} {{
   {members}
 
   {helpers}
   template <class At>
   ATTNGEN_HD float apply(const Context& ctx, float score, At at) const {{
-    {body_of(program, applied, result, "score")}
+    {applied}
   }}
   // d applied / d score.
   template <class At>
   ATTNGEN_HD float grad(const Context& ctx, float score, float, At at) const {{
-    {body_of(program, slope, names.of(program.slope), "0.f")}
-  }}{learned}
+    {slope}
+  }}{made}{learned}
 }};"""
 
 
-def _learn(program: Program, names: Names) -> str:
-    """The C++ of a program's member that adds to gradients of captured tensors, which lie in the
-    sums behind each other in the order of the tensors."""
-    lines = names.lines(*[value for pair in program.learned for value in pair])
-    base: list[str] = []
-    starts: dict[str, str] = {}
-    for number in program.learned_captures:
-        starts[str(number)] = "".join(f"{each} + " for each in base)
-        _, rank, _ = program.captures[number]
-        base.append(" * ".join(["1ll", *(f"{CAPTURED}{number}_size_{n}" for n in range(rank))]))
-    for number, (load, derivative) in enumerate(program.learned):
-        capture, *indices = program.operation(load).args
-        place = "0ll"
-        for axis, index in enumerate(indices):
-            at = names.index(capture, axis, index)
-            size = f"static_cast<long long>({CAPTURED}{capture}_size_{axis})"
-            place = f"({place}) * {size} + {at}" if axis else at
-        lines.append(
-            f"sums.template add<{number}, Sums::{names.reach(load)}>({starts[capture]}{place}, "
-            f"live ? gradient * {names.of(derivative)} : 0.f);"
-        )
+def _by_lines(
+    lines: ScoreLines,
+    make: Callable[[Mapping[str, str]], str],
+    turned: ScoreLines = _NO_LINES,
+) -> str:
+    """Statements for kernels that keep lines, and for others. make: what makes them, of the C++ of
+    values that lines have; turned: lines of kernels of keys."""
+    kept = {"At::kTurned": turned, "At::kLines": lines}
+    found = {test: make(each.places) for test, each in kept.items() if each.places}
+    if not found:
+        return make({})
+    found = {test: each.replace("\n", "\n  ") for test, each in found.items()}
+    own = make({}).replace("\n", "\n  ")
+    branches = [f"if constexpr ({test}) {{\n      {each}\n    }}" for test, each in found.items()]
+    return " else ".join([*branches, f"{{\n      {own}\n    }}"])
+
+
+def _slope(program: Program, names: Names, kept: Mapping[str, str]) -> str:
+    """The statements of `grad`. kept: the C++ of values that lines have."""
+    lines = names.lines(program.slope, kept=kept)
+    return body_of(program, lines, names.of(program.slope), "0.f")
+
+
+def _applied(program: Program, names: Names, kept: Mapping[str, str]) -> str:
+    """The statements of `apply`. kept: the C++ of values that lines have."""
+    affine = affine_of(program, names.of)
+    if affine is None:
+        lines, result = names.lines(program.value, kept=kept), names.of(program.value)
+        made = program.operation(program.value)
+        if made.name == "div":  # by one factor less
+            quotient = ", ".join([*map(names.of, made.args), PER_UNIT])
+            lines = names.lines(*made.args, kept=kept)
+            return body_of(program, lines, f"quotient_of({quotient})", "score")
+        return body_of(program, lines, f"{result} * {PER_UNIT}", "score")
+    lines = [*names.lines(*affine.needs, kept=kept), *affine.statements]
+    return body_of(program, lines, affine.of("score", PER_UNIT), "score")
+
+
+def _lines(
+    program: Program, names: Names, kind: str, index: str, values: Sequence[str], fewest: int
+) -> str:
+    """The C++ of a member that makes the lines of a key or of a distance; empty where there are
+    none. fewest: how many of them kernels want that do not learn."""
+    if not values:
+        return ""
+    made = []
+    for begin, end in ((0, fewest), (fewest, len(values))):
+        wanted = values[begin:end]
+        lines = names.lines(*wanted)
+        for place, value in enumerate(wanted, begin):
+            is_float = program.operation(value).type == "f"
+            bits = value if is_float else f"__builtin_bit_cast(float, {value})"
+            lines.append(f"lines[{place}] = {bits};")
+        made.append("\n    ".join(lines))
+    first, rest = made
+    if rest:
+        rest = rest.replace("\n", "\n  ")
+        rest = f"if constexpr (kCount > {fewest}) {{\n      {rest}\n    }}"
+    body = "\n    ".join(filter(None, (first, rest)))
     return f"""
+  // What scores of {_OF_LINES[kind]} have in common.
+  template <int kCount>
+  ATTNGEN_HD void make_{kind}(const Context& ctx, int {index}, float (&lines)[kCount]) const {{
+    const ScoreSpot at = {{{"i, 0" if kind == "row" else f"0, {index}"}}};
+    {body}
+  }}"""
+
+
+def _learn(program: Program, names: Names) -> str:
+    """The C++ of a program's members that add to gradients of captured tensors, which lie in the
+    sums behind each other in the order of the tensors."""
+    kept = lines_of(program, learns=True)
+    places = "".join(_place(program, names, kept, number) for number in range(len(program.learned)))
+
+    def learn(at_hand: Mapping[str, str]) -> str:
+        lines = names.lines(*[derivative for _, derivative in program.learned], kept=at_hand)
+        for number, ((_, derivative), reach) in enumerate(
+            zip(program.learned, reaches_of(program), strict=True)
+        ):
+            own = names.of(derivative)
+            value = "gradient" if derivative == ONE else f"gradient * {own}"
+            lines.append(
+                f"sums.template add<{number}, Sums::{reach}>(*this, ctx, at, live ? {value} : 0.f);"
+            )
+        return body_of(program, lines, "", "")
+
+    of_keys = _learn_keys(program, names) if learns_at_keys(program) else ""
+    return f"""
+  // Where the number lies in the sums that load kLoad reads.
+  template <int kLoad, class At>
+  ATTNGEN_HD long long place(const Context& ctx, At at) const {{{places}
+  }}{of_keys}
   // Adds the derivatives by captured numbers, times that of the result.
   template <class At, class Sums>
   ATTNGEN_HD void learn(const Context& ctx, float score, float gradient, At at, Sums& sums) const {{
-    {body_of(program, lines, "", "")}
+    {_by_lines(kept, learn)}
   }}"""
+
+
+def _learn_keys(program: Program, names: Names) -> str:
+    """The C++ of the member that adds derivatives of all scores of a key at once."""
+    lines = names.lines(*[derivative for _, derivative in program.learned])
+    for number, ((_, derivative), reach) in enumerate(
+        zip(program.learned, reaches_of(program), strict=True)
+    ):
+        value = "gradient" if derivative == ONE else f"gradient * {names.of(derivative)}"
+        lines.append(f"sums.template add<Sums::{reach}>(place<{number}>(ctx, at), {value});")
+    body = "\n    ".join(lines)
+    return f"""
+  // Adds the derivatives of all scores of a key, of whose results this is a thread's gradient.
+  template <class Sums>
+  ATTNGEN_HD void learn_key(const Context& ctx, ScoreSpot at, float gradient, Sums& sums) const {{
+    {body}
+  }}"""
+
+
+def _place(program: Program, names: Names, kept: ScoreLines, number: int) -> str:
+    """The C++ of the place of what a load reads."""
+    load, _ = program.learned[number]
+    capture, *indices = program.operation(load).args
+    place = ""
+    for before in program.learned_captures[: program.learned_captures.index(int(capture))]:
+        _, rank, _ = program.captures[before]
+        sizes = " * ".join(["1ll", *(f"{CAPTURED}{before}_size_{n}" for n in range(rank))])
+        place += f"{sizes} + "
+    own = "0ll"
+    for axis, index in enumerate(indices):
+        size = f"static_cast<long long>({CAPTURED}{capture}_size_{axis})"
+        own = (
+            f"({own}) * {size} + {names.index(capture, axis, index)}"
+            if axis
+            else names.index(capture, axis, index)
+        )
+
+    def found(at_hand: Mapping[str, str]) -> str:
+        lines = names.lines(*indices, kept=at_hand)
+        return "\n    ".join([*lines, f"return {place}{own};"])
+
+    return f"""
+    if constexpr (kLoad == {number}) {{
+    {_by_lines(kept, found)}
+    }}"""
 
 
 def members_of(program: Program) -> Iterator[str]:

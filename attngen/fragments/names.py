@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from .cpp_operations import FORMS, SIGNED
 from .program import ELEMENTS, POSITIONS, TYPES, Operation, Program
 from .program_text import depends_on
+from .score_lines import tells_distance
 
 CAPTURED, NUMBER = "captured_", "number_"  # of the names of its fragment's operands
 UNIT, PER_UNIT = "score_unit", "score_per_unit"
+DIAGONAL = "kDiagonal"  # of places by distances
 _REACH = {(): "kTile", ("i",): "kRow", ("j",): "kColumn"}  # of places by i and j
 _PLACES = {"b": "ctx.batch", "h": "ctx.head", "i": "at.i", "j": "at.j"}
 
@@ -35,22 +38,30 @@ class Names:
         """Which elements of a tile read one number by a load."""
         _, *indices = self.program.operation(load).args
         bound = depends_on(self.program, indices) - {"b", "h"}
-        return _REACH.get(tuple(sorted(bound)), "kAny")
+        by_distance = all(tells_distance(self.program, each) for each in indices)
+        return _REACH.get(tuple(sorted(bound)), DIAGONAL if by_distance else "kAny")
 
-    def lines(self, *values: str) -> list[str]:
-        """The lines that values need, in order."""
+    def lines(self, *values: str, kept: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+        """The lines that values need, in order. kept: the C++ of floats that hold some of them."""
         operations = self.program.operations
         wanted, found = [*values], set()
         while wanted:
             name = wanted.pop()
             if name.startswith("v") and name not in found:
                 found.add(name)
-                wanted += operations[int(name[1:])].args
+                wanted += () if name in kept else operations[int(name[1:])].args
         return [
-            f"const {TYPES[each.type]} v{place} = {self.expression(each)};"
+            f"const {TYPES[each.type]} v{place} = {self._read(f'v{place}', each, kept)};"
             for place, each in enumerate(operations)
             if f"v{place}" in found
         ]
+
+    def _read(self, value: str, operation: Operation, kept: Mapping[str, str]) -> str:
+        """The C++ of a value, or of where it is kept."""
+        if value not in kept:
+            return self.expression(operation)
+        own = kept[value]
+        return own if operation.type == "f" else f"__builtin_bit_cast(int, {own})"
 
     def expression(self, operation: Operation) -> str:
         """The C++ of one operation."""
@@ -135,6 +146,6 @@ def body_of(program: Program, lines: list[str], result: str, hidden: str) -> str
     then has as -inf, and for rows behind the last."""
     text = "\n    ".join([*lines, *([f"return live ? {result} : {hidden};"] if result else [])])
     score = "0.f" if program.additive else f"live ? score * {UNIT} : 0.f"
-    first = ["const bool live = score > -kInfinity && at.i < ctx.q_len;"]
+    first = ["const bool live = at.is_whole() || (score > -kInfinity && at.i < ctx.q_len);"]
     first += [f"const float s = {score};"] if re.search(r"\bs\b", text) else []
     return "\n    ".join([*first, text])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..fragments.features import Features, Fragment, register_programs
 from ..fragments.header import CAPTURED, PREFIX
-from ..spec.problem import Problem
+from ..spec.problem import TOKEN_SCALES, Problem
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,24 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[FragmentUse]
         "v_fetch": [use("fetch", problem.kv_fetch, "v_")],
         "kv_iter": [use("iteration", problem.kv_iter)],
     }
+
+
+def hides_past(masks: Iterable[FragmentUse]) -> str:
+    """C++: whether a mask hides whatever is past the diagonal."""
+    return "true" if any(use.fragment.past for use in masks) else "false"
+
+
+def lines_of(scores: Sequence[FragmentUse]) -> tuple[int, ...]:
+    """Numbers of a key and of a distance that a kernel may keep for its scores; none where no score
+    is of a callable."""
+    return next((use.fragment.lines for use in scores if use.fragment.lines), ())
+
+
+def place_of(
+    scores: Sequence[FragmentUse], masks: Iterable[FragmentUse], *, keeps_lines: bool
+) -> str:
+    """C++: what fragments are told of an element."""
+    hides = hides_past(masks)
+    if keeps_lines:
+        return f"LinedPlace<{hides}, {', '.join(map(str, lines_of(scores)))}>"
+    return f"ScaledPlace<{hides}>" if scores[0].fragment.name == TOKEN_SCALES else f"Place<{hides}>"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ..fragments.header import CAPTURED, Fragment, Operand
 from ..runtime.program import KernelEntry
-from ..spec.problem import DTYPE_BYTES, TOKEN_SCALES, Problem
-from .uses import FragmentUse
+from ..spec.problem import DTYPE_BYTES, Problem
+from .uses import FragmentUse, place_of
 
 CPP_TYPES = {
     **{"i32": "int", "i64": "long long", "f32": "float", "ptr": "void*"},
@@ -167,8 +167,8 @@ class ScoreListView:
     """A kernel's scores in the order in which they apply, as a struct and what makes it.
 
     name, function: C++ names of the struct and of the function that makes it. place: C++, what
-    fragments are told of an element, of which there is a kind with a scale of its product. past:
-    whether a mask hides whatever is past the diagonal. unit: the member that a tile's elements or
+    fragments are told of an element, of which there is a kind with a scale of its product, and one
+    with lines of a tile. unit: the member that a tile's elements or
     results are multiplied by (`unit`, `tile_unit`), unit_value: what fills it, both empty where
     there is none. reads_tile: whether a score reads a tensor in tiles; scales_tile: whether its
     elements are multiplied by `tile_unit`. scales_result: whether scores are multiplied by `unit`
@@ -184,7 +184,6 @@ class ScoreListView:
     function: str
     place: str
     scores: tuple[ScoreView, ...]
-    past: bool
     unit: str
     unit_value: str
     reads_tile: bool
@@ -320,6 +319,7 @@ def score_list_view(
     *,
     gradient: bool = False,
     scales: bool = False,
+    keeps_lines: bool = False,
     name: str = "ScoreList",
     function: str = "score_list",
 ) -> ScoreListView | None:
@@ -327,7 +327,8 @@ def score_list_view(
 
     gradient: whether the kernel wants derivatives. scales: whether scores leave the list scaled,
     from the first fragment on that takes scaled ones, or in the end; else all are in the units of
-    products. name, function: C++ names of the struct and of what makes it.
+    products. keeps_lines: whether the kernel keeps lines of tiles. name, function: C++ names of the
+    struct and of what makes it.
     """
     if not scores:
         return None
@@ -347,9 +348,8 @@ def score_list_view(
     return ScoreListView(
         name=name,
         function=function,
-        place="ScaledPlace" if scores[0].fragment.name == TOKEN_SCALES else "Place",
+        place=place_of(scores, masks, keeps_lines=keeps_lines),
         scores=views,
-        past=any(use.fragment.past for use in masks),
         unit="tile_unit" if scales_tile else "unit" if tiled and scales else "",
         unit_value="per_unit" if scales_tile else "unit" if scales else "",
         reads_tile=tiled is not None,

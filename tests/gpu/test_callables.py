@@ -126,6 +126,10 @@ LEARNED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., ScoreMod]]] 
             )
         ),
     ),
+    "keys": (
+        ((2, HEADS, KEYS), (HEADS,)),
+        lambda key, slope: lambda s, b, h, i, j: s + key[b, h, j] * (1 + slope[h]),
+    ),
     "distances": (((HEADS, 400),), lambda x: lambda s, b, h, i, j: s + x[h, j - i + 200] * x[h, 0]),
     "table": (
         ((33, HEADS),),
@@ -169,7 +173,7 @@ def check_learned(
     shapes, make = LEARNED[name]
     tensors = oracle.operands(2, HEADS, 2, ROWS, KEYS, d)
     d_o = oracle.randn(*tensors[0].shape, dtype=tensors[0].dtype, seed=5)
-    captures = [oracle.randn(*x, dtype=torch.float32, seed=20 + n) for n, x in enumerate(shapes)]
+    captures = [oracle.randn(*x, dtype=torch.float32, seed=30 + n) for n, x in enumerate(shapes)]
     leaves = [x.clone().to(where).requires_grad_() for x in captures]
     found = []
     there = [x.to(where) for x in tensors]
@@ -195,7 +199,7 @@ def check_learned(
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradients_of_captured_tensors_are_right(name) -> None:
     masked = {"mask": "causal_bottom_right"} if name in ("cap", "table") else {}
-    check_learned(name, 64, deterministic=name in ("heads and rows", "table"), **masked)
+    check_learned(name, 64, deterministic=name in ("heads and rows", "keys", "table"), **masked)
 
 
 @pytest.mark.slow
@@ -242,7 +246,7 @@ def test_callables_that_say_what_is_built_in_run_as_it() -> None:
     ends = torch.tensor([9, 50], dtype=torch.int32, device=oracle.DEVICE)
     prefix = {"mask_mod": lambda b, h, i, j: (j < ends[b]) | (j <= i)}
     own_prefix = {"mask": "prefix", "prefix": ends}
-    for given, own in ((cap | near, {"softcap": 3.0, "window": (39, 0)}),
+    for given, own in ((cap | near, {"softcap": 3.0, "mask": "causal", "window": (39, 0)}),
                        (off | prefix, {"alibi_slopes": slopes, **own_prefix})):  # fmt: skip
         found = []
         with attngen.trace() as seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import compress
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from tests.support.own_fragments import kept
 
 CPU = torch.device("cpu")
 COUNT = 60
-HEAD = '#include "attngen/context.cuh"\n#include "attngen/special.cuh"\nnamespace attngen {\n'
+LINED = ("-Wno-missing-field-initializers",)  # of places, whose lines are filled in
+HEADERS = ("context", "score_lines", "special")
+HEAD = "".join(f'#include "attngen/{each}.cuh"\n' for each in HEADERS) + "namespace attngen {\n"
 # Scores come as multiples of 4, as products do whose scale is 1 / 4.
 HARNESS = """
 extern "C" void {name}(void** c, long long* n, float* x, int count, float* s, int* at,
@@ -36,11 +39,23 @@ extern "C" void {name}(void** c, long long* n, float* x, int count, float* s, in
   for (int k = 0; k < count; ++k, at += 4) {{
     const Context ctx = {{at[0], at[1], {s}, {s}, 0}};
     const Place<false> place = {{at[2], at[3], 0.f, 0.f}};
-    out[2 * k] = score.apply(ctx, s[k] * 4.f, place) / 4.f;
-    out[2 * k + 1] = score.grad(ctx, s[k] * 4.f, 0.f, place);
+    out[4 * k] = score.apply(ctx, s[k] * 4.f, place) / 4.f;
+    out[4 * k + 1] = score.grad(ctx, s[k] * 4.f, 0.f, place);
+    LinedPlace<false, {lines}> lined = {{at[2], at[3], 0.f, 0.f}};
+    TurnedPlace<false, {turned}> turned = {{at[2], at[3], 0.f, 0.f}};
+    {makes}
+    out[4 * k + 2] = score.apply(ctx, s[k] * 4.f, lined) / 4.f;
+    out[4 * k + 3] = score.apply(ctx, s[k] * 4.f, turned) / 4.f;
   }}
 }}
 """
+# What makes the lines that a place has, by the number of these.
+MAKES = (
+    "score.make_column(ctx, at[3], lined.columns);",
+    "score.make_distance(ctx, at[3] - at[2], lined.distances);",
+    "score.make_row(ctx, at[2], turned.rows);",
+    "score.make_distance(ctx, at[3] - at[2], turned.distances);",
+)
 
 
 def traced(mod: Any) -> Traced:
@@ -73,10 +88,13 @@ def library(compile_cpp, found) -> ctypes.CDLL:
                 values += [stride, f"static_cast<int>(n[{facts + 1}])"]
                 facts += 2
         values += [f"static_cast<{TYPES[t]}>(x[{k}])" for k, t in enumerate(each.program.numbers)]
-        struct = f"attngen::{fragment_of(each.program).struct}"
-        filled = ", ".join([*values, "0.25f", "4.f"])
-        text += HARNESS.format(name=name, struct=struct, values=filled, s=S)
-    return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter")))
+        fragment = fragment_of(each.program)
+        struct, filled = f"attngen::{fragment.struct}", ", ".join([*values, "0.25f", "4.f"])
+        kept = (*fragment.lines, *fragment.turned_lines)
+        lines, turned = (", ".join(map(str, x)) for x in (kept[:2], kept[2:]))
+        facts = {"lines": lines, "turned": turned, "makes": " ".join(compress(MAKES, kept))}
+        text += HARNESS.format(name=name, struct=struct, values=filled, s=S, **facts)
+    return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter", *LINED)))
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -86,7 +104,7 @@ def test_lowered_scores_and_their_slopes_are_those_of_the_callable(
     each = found[name]
     places, scores = positions(COUNT), normal(COUNT, scale=1.5)
     axes = [pair for x in each.captures for pair in zip(x.stride(), x.shape, strict=True)]
-    out = torch.empty(COUNT, 2)
+    out = torch.empty(COUNT, 4)
     getattr(library, name)(
         (ctypes.c_void_p * 8)(*[x.data_ptr() for x in each.captures]),
         (ctypes.c_longlong * 32)(*[number for pair in axes for number in pair]),
@@ -101,6 +119,8 @@ def test_lowered_scores_and_their_slopes_are_those_of_the_callable(
         (slopes,) = torch.autograd.grad(wanted.sum(), leaves)
     assert torch.allclose(out[:, 0], wanted.detach(), rtol=2e-5, atol=2e-5)
     assert torch.allclose(out[:, 1], slopes, rtol=2e-5, atol=2e-5)
+    for lined in out[:, 2:].T:  # what is at hand of keys and distances, or queries and these
+        assert torch.equal(lined, out[:, 0])
 
 
 def test_equal_code_is_one_program_whatever_its_numbers_and_tensors() -> None:

@@ -85,8 +85,9 @@ def test_source_says_which_elements_share_numbers_and_whether_sums_are_exact() -
         problem = problem_of(head_dim=64, deterministic=deterministic)
         text = render_problem(problem, plan_of(problem)).text
         exact = "true" if deterministic else "false"
-        assert f"using Sums = LearnedSums<2, {exact}>;" in text
-        kinds = {each: f"finish<{n}, Reach::{each}>" for n, each in enumerate(("kRow", "kAny"))}
+        assert f"using Sums = DistanceSums<2, {exact}, 64, 1>;" in text
+        reaches = enumerate(("kRow", "kDiagonal"))
+        kinds = {each: f"finish<{n}, Reach::{each}>" for n, each in reaches}
         assert all(finish in text for finish in kinds.values())
 
 

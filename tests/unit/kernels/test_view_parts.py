@@ -124,9 +124,9 @@ def test_scores_have_a_cheaper_form_where_the_first_has() -> None:
 
 
 def test_scores_know_whether_a_mask_hides_what_is_past() -> None:
-    assert scores("alibi", masks=("causal",)).past
-    assert not scores("alibi", masks=("window",)).past
-    assert not scores("alibi").past
+    assert scores("alibi", masks=("causal",)).place == "Place<true>"
+    assert scores("alibi", masks=("window",)).place == "Place<false>"
+    assert scores("alibi").place == "Place<false>"
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,28 @@ constexpr int kLongest = 1 << 30;
 // (j - i - delta). Elements are handled line by line: within one `distance` is the same and `step`
 // a constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is
 // past the diagonal, so that a score there need not be right. `tile` is element [i, j] of what the
-// score reads in tiles, in the kernel's units.
+// score reads in tiles, in the kernel's units. kLines, kTurned: what keys and
+// distances, or queries and distances, have in common is at hand.
 template <bool kPastHidden>
 struct Place {
   static constexpr bool kPast = kPastHidden;
+  static constexpr bool kLines = false;
+  static constexpr bool kTurned = false;
   int i;
   int j;
   float distance;
   float step;
   float tile = 0.f;
+  // Whether the result of a score that a mask hides does not matter, or no mask hides it.
+  ATTNGEN_HD static constexpr bool is_whole() { return false; }
+};
+
+// A query and a key alone.
+struct ScoreSpot {
+  static constexpr bool kLines = false;
+  static constexpr bool kTurned = false;
+  int i;
+  int j;
 };
 
 // Positions [lo, hi); empty when hi <= lo.

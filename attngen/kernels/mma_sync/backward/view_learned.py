@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...support.view_parts import Uses, included
+from ...uses import hides_past
 from .plan import LearnedPlan
 from .view_rows import RowsView, headers_of, rows_fields
 
@@ -18,12 +19,17 @@ class MmaLearnedView(RowsView):
 
     one_stage: whether the next keys are copied once nobody reads those at hand. loads: of each load
     that has a gradient, which elements of a tile read the same number, as `Reach` names it. exact:
-    whether sums have the same bits in any order.
+    whether sums have the same bits in any order. keeps_lines, lines, by_distance, learned: as
+    Hopper's kernel has them; here there are no lines, and no sums by distances.
     """
 
     one_stage: bool
     loads: tuple[str, ...]
     exact: bool
+    keeps_lines: bool = False
+    lines: str = ""
+    by_distance: bool = False
+    learned: str = ""
 
 
 def learned_view(
@@ -33,9 +39,13 @@ def learned_view(
 
     uses: its fragments by role. kernel: its launch description. root: the templates' directory.
     """
+    fields = rows_fields(problem, plan, uses, kernel, root)
+    place = f"LearnedPlace<{hides_past(uses['mask'])}, 0, 0>"
+    fields["scores"] = replace(fields["scores"], list=replace(fields["scores"].list, place=place))
+    headers = included(("learned_sums.cuh", True), ("score_lines.cuh", True))
     return MmaLearnedView(
-        **rows_fields(problem, plan, uses, kernel, root),
-        headers="\n".join([headers_of(problem), included(("learned_sums.cuh", True))]),
+        **fields,
+        headers="\n".join([headers_of(problem), headers]),
         factor="p.keep_scale" if problem.dropout else "1.f",
         one_stage=plan.stages == 1,
         loads=next(use.fragment.reaches for use in uses["score"] if use.fragment.learned),

@@ -57,7 +57,9 @@ class Backward(Family):
 
     needs = NEEDS
     kernels = {
-        MAIN: Kind(BackwardPlan, "wgmma/backward/fused", GRADIENTS, frozenset({"dq"})),
+        MAIN: Kind(
+            BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dlearned"}, frozenset({"dq"})
+        ),
         WITH_BIAS: Kind(
             BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
         ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ....fragments.score_lines import turned_lines_in
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
@@ -112,6 +113,7 @@ def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> 
         "Ds": 2 * tile.m * CONSUMERS * 128,
         "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
         **({"Bias": CONSUMERS * score_tile_bytes(tile.m, 64)} if problem.bias else {}),
+        **({"Lines": line_bytes(lines, tile.m)} if (lines := fused_lines(problem)) else {}),
     }
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     if not crowded and sum(sizes.values()) + sizes["V"] <= target.cta_smem_bytes - SMALL_BYTES:
@@ -140,6 +142,21 @@ def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> 
         makes_d=makes_d,
     )
     return finish(problem, draft, target)
+
+
+def fused_lines(problem: Problem) -> tuple[int, ...]:
+    """How many lines of queries and of distances the kernel of all gradients keeps of what scores
+    read; none beside a bias, which lies where S^T starts, nor where tiles may complete dQ, which
+    take the room."""
+    crowded = problem.bias or problem.deterministic and "window" in problem.masks
+    found = () if crowded else turned_lines_in(problem.fragment_digests)
+    return found if any(found) else ()
+
+
+def line_bytes(lines: tuple[int, ...], columns: int) -> int:
+    """Bytes of such lines of a block, which each warp lays down for itself."""
+    of_queries, of_distances = lines
+    return 4 * 4 * CONSUMERS * (columns * of_queries + (columns + 16) * of_distances)
 
 
 def feasible_dkv(problem: Problem, target: Target) -> Iterator[BackwardPlan]:

@@ -27,6 +27,7 @@ from ...params import (
 )
 from ...plan import template_of
 from ...uses import uses_of
+from .bias_gradient import sums_keys
 from .fp8_render import view_of as fp8_view_of
 from .plan import (
     FUSED,
@@ -157,6 +158,7 @@ def _main_names(
     elif problem.bias:
         names += typed("ptr", "lse")
     names += [("rng_state", "ptr")] if problem.dropout else []
+    names += [("dlearned", "ptr")] if plan.fused and sums_keys(problem) else []
     for name in mask:
         names += mask_names(name)
     places, diagonal = diagonal_names(problem)[:-1], diagonal_names(problem)[-1:]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
-from ...support.view_parts import Uses
+from ...support.view_parts import Uses, included
+from ...uses import hides_past
+from .bias_gradient import sums_keys
+from .feasible import fused_lines
 from .plan import BackwardPlan
 from .view import KeyTilesView, key_tiles_fields, own_dv
 from .view_main import MMA_DEPTH, Product, main_fields, main_headers, score_product
@@ -58,7 +61,10 @@ class FusedView(KeyTilesView):
     D is there when output gradients are, too: whoever needs it awaits both. draws_early,
     draws_late: whether dropped weights are drawn under the products of scores, or behind them where
     registers are fewer. packs_weights: whether weights are packed before their gradients come.
-    heads_matter: whether anything changes from one query head to the next.
+    heads_matter: whether anything changes from one query head to the next. learned: the name of a
+    score that learns by sums of keys, else empty; key_sums: C++, the type of what adds these.
+    lined: the name of a score that has lines of queries or distances, else empty; lines: C++, their
+    type.
 
     prefetched: parameters that map tensors. dk_factor, dv_factor: what sums are multiplied by.
     """
@@ -85,6 +91,10 @@ class FusedView(KeyTilesView):
     draws_late: bool
     packs_weights: bool
     heads_matter: bool
+    learned: str
+    key_sums: str
+    lined: str
+    lines: str
     prefetched: tuple[str, ...]
     arrivals: FusedArrivals
     dk_factor: str
@@ -101,10 +111,21 @@ def fused_view(
     large_blocks = _large_blocks(plan)
     scales_ds = plan.adds_bias and "pre_scale_bias" in problem.scores
     steps = (plan.tile.m // MMA_DEPTH,)
+    traced = next((x.fragment.name for x in uses["score"] if x.fragment.program), "")
+    learns, lines = sums_keys(problem), fused_lines(problem)
+    if lines:
+        numbers = ", ".join(map(str, lines))
+        place = f"TurnedPlace<{hides_past(uses['mask'])}, {numbers}>"
+        fields["scores"] = replace(
+            fields["scores"], list=replace(fields["scores"].list, place=place)
+        )
+    headers = main_headers(problem, keys_as_rows=True, makes_d=plan.makes_d)
+    more = included(("learned_sums.cuh", learns), ("score_lines.cuh", bool(lines)))
+    headers = "\n".join(filter(None, [headers, more]))
     return FusedView(
         **fields,
         **key_tiles_fields(problem, plan, boxed_scores=True),
-        headers=main_headers(problem, keys_as_rows=True, makes_d=plan.makes_d),
+        headers=headers,
         mask_tensor="mask_columns" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.m, plan.held_steps),
         dk_product=Product(plan.dk_columns, steps),
@@ -131,6 +152,10 @@ def fused_view(
         draws_late=problem.dropout and large_blocks,
         packs_weights=not (problem.dropout or fields["scores"].bend),
         heads_matter=bool(problem.scores) or problem.dropout or problem.attn_mask,
+        learned=traced if learns else "",
+        key_sums=f"KeySums<{str(problem.deterministic).lower()}>",
+        lined=traced if lines else "",
+        lines=f"ScoreLines<kTileM, {numbers}, true>" if lines else "",
         prefetched=_prefetched(problem, plan),
         arrivals=arrivals_of(problem, plan),
         dk_factor=_product_of("" if scales_ds else "p.scale", "p.keep_scale" * problem.dropout),

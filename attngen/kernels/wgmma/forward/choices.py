@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ....fragments.program import has_program
+from ....fragments.score_lines import are_light
 from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import TOKEN_SCALES, Problem
 from ..shared import LIGHT_SCORES, boxes_of
@@ -157,13 +158,16 @@ def choices(problem: Problem) -> Iterator[Choice]:
     largest_block = 112 if problem.bias and much else 128
     if problem.bias and problem.head_dim_v > 192:
         largest_block = 80  # a float32 output has room for more in shared memory, and spills
-    if has_program(problem.scores):
+    lined = has_lined_program(problem)
+    if has_program(problem.scores) and not lined:
         largest_block = 112  # whose addresses and quotients spill beside 128 keys
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
-        # Beside random words 128 keys in two stages measured +8 % over 112 in three.
+        # Beside random words 128 keys in two stages measured +8 % over 112 in three, of programs
+        # that read lines +5 to +10 %.
         # Of 576 columns beside a bias shared memory holds one stage of the smallest block.
         last = (1,) if _largest_dim(problem) > MAX_HEAD_DIM and block == SMALLEST_BLOCK else ()
-        for k_stages in (*(K_STAGES[consumers] if not problem.dropout else (2,)), *last):
+        two = problem.dropout or lined
+        for k_stages in (*(K_STAGES[consumers] if not two else (2,)), *last):
             for q_in_registers, over_q in q_places:
                 if problem.bias and over_q and k_stages > 2:
                     continue  # an output with a place of its own measured +2 % at 128
@@ -205,10 +209,18 @@ def takes_turns(problem: Problem, consumers: int) -> bool:
     # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
     # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
     # beside a bias (-2 to -3 %).
-    light = LIGHT_SCORES.issuperset(problem.scores)
+    light = LIGHT_SCORES.issuperset(problem.scores) or has_lined_program(problem)
     adds = bool(problem.scores) and light and not (step == 128 and "causal" in problem.masks)
     beside = _is_busy(problem) or problem.bias or adds or _is_capped(problem)
     return consumers > 2 or largest > 192 or beside
+
+
+def has_lined_program(problem: Problem) -> bool:
+    """Whether the scores are those of a callable that reads no more than what keys, distances and
+    queries have, beside nothing that takes registers."""
+    beside = problem.dropout or problem.attn_mask or problem.varlen or problem.gather
+    alone = len(problem.scores) == 1 and not (beside or problem.paged)
+    return alone and are_light(problem.fragment_digests)
 
 
 def softmax_order(problem: Problem) -> SoftmaxOrder:

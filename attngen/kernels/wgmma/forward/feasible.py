@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ....fragments.score_lines import lines_in
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
@@ -29,7 +30,7 @@ JOB_BYTES_CUT = 8  # and of tiles of two sizes
 ONES_BYTES = 8 * 128  # columns of ones behind V's, transposed
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 TOKEN_SCALE_BYTES = 12  # a key of a warp's block: struct TokenScales
-ROWS_PER_CONSUMER = 64
+ROWS_PER_CONSUMER, ROWS_PER_WARP = 64, 16
 # Registers a thread of the producer and of a consumer, by the numbers of consumers and of an SM's
 # CTAs: setmaxnreg moves the 256 or 160 of a launch (2 warpgroups, two or three CTAs), 504 (3),
 # 512 (4) or 480 (5) between roles. Beside two consumers, of which none needs more than 232, a
@@ -294,6 +295,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"Words": choice.consumers * 4 * tile.n * DROP_WORD_BYTES} if problem.dropout else {}),
         **({"Scales": scale_bytes(tile, choice)} if problem.token_scales else {}),
         **({"Weights": 2 * rows * 128, "Factors": 2 * rows * 8} if choice.shares_output else {}),
+        **({"Lines": 4 * choice.consumers * lines} if (lines := line_bytes(problem, tile)) else {}),
         **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,
@@ -303,6 +305,12 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
 def scale_bytes(tile: Tile, choice: Choice) -> int:
     """Bytes of the scales of a block's tokens, which each warp lays down for itself."""
     return choice.consumers * 4 * tile.n * TOKEN_SCALE_BYTES
+
+
+def line_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of the lines of a block, which each warp lays down for itself."""
+    columns, distances = lines_in(problem.fragment_digests)
+    return 4 * (tile.n * columns + (tile.n + ROWS_PER_WARP) * distances)
 
 
 def raw_sizes(problem: Problem, choice: Choice) -> dict[str, int]:

@@ -161,7 +161,7 @@ def forward_view(
         products=view_constants.products_of(problem, plan, scores.line_in_products),
         fragment_sources=fragment_sources,
         masks=masks,
-        score_list=score_list_view(uses["score"], uses["mask"], scales=scores.scaled),
+        score_list=score_list_of(uses, scores),
         scores=scores,
         mask_bits=problem.attn_mask,
         listed=problem.listed,
@@ -200,6 +200,12 @@ def forward_view(
         output=view_consumer.output_of(problem, plan),
         rest=view_rest.rest_of(problem, plan),
     )
+
+
+def score_list_of(uses: dict[str, list[FragmentUse]], scores: Scores) -> ScoreListView | None:
+    """The list of scores, which are told of lines where the kernel keeps them."""
+    lined = bool(scores.lines)
+    return score_list_view(uses["score"], uses["mask"], scales=scores.scaled, keeps_lines=lined)
 
 
 def first_consumer(plan: Plan) -> int:

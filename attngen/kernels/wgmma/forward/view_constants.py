@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ...view import CPP_ELEMENTS, MMA_ELEMENTS
 from ..shared import boxes_of, chains_of
@@ -135,6 +136,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "scheduler/block_map.cuh": problem.listed,
         "maximum.cuh": problem.max_logit,
         "scale.cuh": converts(problem),
+        "score_lines.cuh": has_program(problem.scores),
         "scheduler/cut_tiles.cuh": cuts_tiles(problem, plan),
         "scheduler/gap_rows.cuh": fills_gaps(problem, plan),
         "scheduler/kv_blocks.cuh": True,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...uses import FragmentUse
+from ...uses import FragmentUse, lines_of
 from .plan import Plan
 from .traits import converts, raises_rarely
 
@@ -46,7 +46,8 @@ class Scores:
     pairs_ahead: what scores read of a block is taken while its product runs, where registers hold
     it until then; pairs_in_turn: it is taken with each score.
     by_token: whether each token has a scale. scale_place: C++, what a place says of its product's
-    then, else empty.
+    then, else empty. lines: C++, the type of lines of keys and distances, of a score of a callable,
+    else empty; keeps_lines: whether there are any; lined: the name of that score.
     parameters, arguments: C++, of prepare_scores behind the block. before_product: C++, a
     statement.
     """
@@ -69,6 +70,9 @@ class Scores:
     pairs_in_turn: bool
     by_token: bool
     scale_place: str
+    lines: str
+    keeps_lines: bool
+    lined: str
     parameters: str
     arguments: str
     before_product: str
@@ -87,6 +91,7 @@ def scores_of(problem: Problem, plan: Plan, uses: Sequence[FragmentUse], bounds:
     pairs_ahead = tile and takes_pairs_ahead(problem, plan)
     arguments = _arguments(linear=linear, seen=problem.attn_mask, pairs=pairs_ahead)
     names = [fragment.name for fragment in fragments] + ["", ""]
+    lines = lines_of(uses)
     return Scores(
         first=names[0],
         second=names[1],
@@ -106,6 +111,9 @@ def scores_of(problem: Problem, plan: Plan, uses: Sequence[FragmentUse], bounds:
         pairs_in_turn=tile and not pairs_ahead,
         by_token=problem.token_scales,
         scale_place=_scale_place(problem, tile=tile),
+        lines=f"ScoreLines<kTileN, {', '.join(map(str, lines))}>" if lines else "",
+        keeps_lines=any(lines),
+        lined=next((fragment.name for fragment in fragments if fragment.lines), ""),
         parameters="".join(f", {type_}" for type_ in arguments.values()),
         arguments="".join(f", {name}" for name in arguments),
         before_product=_before_product(line_in_products, line_ahead),

@@ -79,6 +79,11 @@ ATTNGEN_DEVICE void load_shared_x2(u32* x, u32 address) {
                : "r"(address)
                : "memory");
 }
+ATTNGEN_DEVICE float load_shared(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 ATTNGEN_DEVICE float2 load_shared_pair(u32 address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
