@@ -1,4 +1,4 @@
-// sm90_bwd_dkv__full_d256_bf16__67faff
+// sm90_bwd_dkv__full_d256_bf16__d4c682
 // Rendered by attngen from kernels/wgmma/backward/dkv.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -48,7 +48,9 @@ constexpr int kStages = 3;  // of queries and of output gradients
 constexpr int kQStages = kStages;
 constexpr int kDoStages = kStages;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
+constexpr int kHeld = 4;  // steps of a tile's rows that consumers have in registers, too
 constexpr u32 kWeightBytes = 64 * kTileM * 2;
+constexpr int kKeptTile = 192;  // rows of dS that a tile of dQ reads
 // Whether a tile's first block has code of its own: 2 to 3 % at 192/128 (measured); at 256 it gains
 // nothing and costs a quarter of the compile time.
 constexpr bool kPeelFirst = kHeadDimQk <= 192 && kHeadDimV <= 192;
@@ -75,44 +77,57 @@ constexpr u32 kWarpgroupBarrier = 3;
 struct ScoreMma {
   static constexpr int kN = 48;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[24], const u32 (&a)[16], const u32 (&b)[16], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[24], const u32 (&a)[12], const u32 (&b)[12], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %56, 0;\n"
-        "mov.b64 a, {%24, %57};\nmov.b64 b, {%40, %58};\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %48, 0;\n"
+        "mov.b64 a, {%24, %49};\nmov.b64 b, {%36, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, p, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%25, %57};\nmov.b64 b, {%41, %58};\n"
+        "mov.b64 a, {%25, %49};\nmov.b64 b, {%37, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%26, %57};\nmov.b64 b, {%42, %58};\n"
+        "mov.b64 a, {%26, %49};\nmov.b64 b, {%38, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%27, %57};\nmov.b64 b, {%43, %58};\n"
+        "mov.b64 a, {%27, %49};\nmov.b64 b, {%39, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%28, %57};\nmov.b64 b, {%44, %58};\n"
+        "mov.b64 a, {%28, %49};\nmov.b64 b, {%40, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%29, %57};\nmov.b64 b, {%45, %58};\n"
+        "mov.b64 a, {%29, %49};\nmov.b64 b, {%41, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%30, %57};\nmov.b64 b, {%46, %58};\n"
+        "mov.b64 a, {%30, %49};\nmov.b64 b, {%42, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%31, %57};\nmov.b64 b, {%47, %58};\n"
+        "mov.b64 a, {%31, %49};\nmov.b64 b, {%43, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%32, %57};\nmov.b64 b, {%48, %58};\n"
+        "mov.b64 a, {%32, %49};\nmov.b64 b, {%44, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%33, %57};\nmov.b64 b, {%49, %58};\n"
+        "mov.b64 a, {%33, %49};\nmov.b64 b, {%45, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%34, %57};\nmov.b64 b, {%50, %58};\n"
+        "mov.b64 a, {%34, %49};\nmov.b64 b, {%46, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%35, %57};\nmov.b64 b, {%51, %58};\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%36, %57};\nmov.b64 b, {%52, %58};\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%37, %57};\nmov.b64 b, {%53, %58};\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%38, %57};\nmov.b64 b, {%54, %58};\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%39, %57};\nmov.b64 b, {%55, %58};\n"
+        "mov.b64 a, {%35, %49};\nmov.b64 b, {%47, %50};\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, a, b, 1, 1, 1, 0, 0;\n"
         "}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(b[8]), "r"(b[9]), "r"(b[10]), "r"(b[11]), "r"(b[12]), "r"(b[13]), "r"(b[14]), "r"(b[15]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(b[8]), "r"(b[9]), "r"(b[10]), "r"(b[11]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
+  }
+};
+
+// acc[64 x 48] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
+struct HeldMma {
+  static constexpr int kN = 48;
+  template <u32 kGroupBytes>
+  ATTNGEN_DEVICE static void issue(float (&acc)[24], const u32 (&a)[16], const u32 (&b)[4], int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %44, 0;\n"
+        "mov.b64 b, {%40, %45};\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, b, p, 1, 1, 0;\n"
+        "mov.b64 b, {%41, %45};\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%28, %29, %30, %31}, b, 1, 1, 1, 0;\n"
+        "mov.b64 b, {%42, %45};\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%32, %33, %34, %35}, b, 1, 1, 1, 0;\n"
+        "mov.b64 b, {%43, %45};\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%36, %37, %38, %39}, b, 1, 1, 1, 0;\n"
+        "}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -188,6 +203,7 @@ struct Params {
   void* lse_log2;
   void* d;
   void* tile_counter;
+  void* d_s;
   int tiles;
   int q_blocks;
   int heads_q;
@@ -198,6 +214,8 @@ struct Params {
   int group_size;
   int bottom_right;
   int kv_blocks;
+  int kept_rows;
+  int heads_before;
   float scale;
   float scale_log2;
   int q_len;
@@ -246,7 +264,11 @@ struct Scheduler {
   ATTNGEN_DEVICE void publish(int index) const {
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
 
-    const TileCoord tile = order.at<false>(index);
+    TileCoord tile = order.at<false>(index);
+    // Of the heads that launches before this one have left.
+    const int any_head = p.heads_before + tile.batch * p.heads_kv + tile.head;
+    tile.batch = any_head / p.heads_kv;
+    tile.head = any_head - tile.batch * p.heads_kv;
     const Context ctx = tile_context(p, tile.batch, tile.head * p.group_size);
     const int first = tile.row_block * kTileN;
     const int last = min_of(first + kTileN, ctx.kv_len) - 1;
@@ -399,6 +421,7 @@ struct Consumer {
   RingPosition<kStages> score_ring;
   RingPosition<kStages> gradient_ring;
   RingPosition<2> weights_ring;
+  u32 held[4 * kHeld];  // the first columns of the tile's rows
 
   ATTNGEN_DEVICE u32 score_rows() const { return smem + (of_values ? kSmemQ : kSmemDo) + score_ring.stage * kScoreStageBytes; }
   ATTNGEN_DEVICE u32 gradient_rows() const { return smem + (of_values ? kSmemDo : kSmemQ) + gradient_ring.stage * kGradientStageBytes; }
@@ -456,21 +479,61 @@ struct Consumer {
         gradients[at + 1] = weight.y * (gradients[at + 1] - mean.y);
       }
     }
-    mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
+    if (p.kept_rows == 0) mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
     weights_ring.advance();
+  }
+
+  // Where a row of dS of the tile's keys is in memory.
+  ATTNGEN_DEVICE char* kept_row(const Job& job, int head, int row) const {
+    const long long tile = (static_cast<long long>(job.batch) * p.heads_q + head - p.heads_before * p.group_size) * p.kv_blocks + job.tile;
+    return static_cast<char*>(p.d_s) + (tile * p.kept_rows + row) * 128;
+  }
+  // Lays dS down where its weights were, of which all threads have taken theirs, and has it brought to memory.
+  ATTNGEN_DEVICE void keep(const Packed& packed, const Job& job, int head, int block) const {
+    const u32 tile = smem + kSmemWeights + (weights_ring.stage ^ 1) * kWeightBytes;
+    named_barrier_sync(kWarpgroupBarrier + 1, 128);
+#pragma unroll
+    for (int step = 0; step < kTileM / 16; ++step) stage_transposed(tile, step, packed + 4 * step, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + 1, 128);
+    if (warp == 0 && lane == 0) {
+      bulk_store(reinterpret_cast<float*>(kept_row(job, head, block * kTileM)), tile, kWeightBytes);
+      tma_store_commit();
+    }
+  }
+  // The place of the last weights is free once their dS has left it.
+  ATTNGEN_DEVICE void release_kept() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    mbarrier_arrive(smem + kWeightsEmpty + (weights_ring.stage ^ 1) * 8);
+  }
+  // Zeros where a tile of dQ reads rows whose block does not see the tile's keys.
+  ATTNGEN_DEVICE void clear_rows(const Job& job, int begin, int end) const {
+#pragma unroll 1
+    for (int member = 0; member < p.group_size; ++member) {
+      uint4* place = reinterpret_cast<uint4*>(kept_row(job, job.head * p.group_size + member, begin));
+#pragma unroll 1
+      for (int i = warp * 32 + lane; i < (end - begin) * 8; i += 128) place[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  ATTNGEN_DEVICE void clear_unvisited(const Job& job) const {
+    const int begin = job.block_begin * kTileM;
+    const int end = job.block_end * kTileM;
+    clear_rows(job, begin / kKeptTile * kKeptTile, begin);
+    clear_rows(job, end, min_of(ceil_div(end, kKeptTile) * kKeptTile, p.kept_rows));
   }
 
   // A block's scores, weighed or differentiated, and the gradient's part of the block before; goes on to
   // the next.
-  ATTNGEN_DEVICE void visit(bool first, Gradient& sums, Scores& scores, Packed& packed, const Context& ctx, const BlockRange& blocks, const Job& job, int key, int& block) {
+  ATTNGEN_DEVICE void visit(bool first, Gradient& sums, Scores& scores, Packed& packed, const Context& ctx, const BlockRange& blocks, const Job& job, int key, int& block, int& head) {
     await_score_rows();
-    gemm_shared_shared<ScoreMma, kSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + (of_values ? kSmemK : kSmemV), score_rows());
+    gemm_partly_held<HeldMma, ScoreMma, kHeld, kSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, held, smem + (of_values ? kSmemK : kSmemV), score_rows());
     if (!first) {
       await_gradient_rows();
       gemm_accumulate<GradientMma, kTileM / 16, kQueryBoxBytes>(sums, packed, gradient_rows());
     } else {
       wgmma_commit();  // a group of none, so that the scores' is always the last but one
     }
+    if (!of_values && !first && p.kept_rows != 0) release_kept();
     wgmma_wait<1>();
     settle(scores);
     if (of_values) {
@@ -485,8 +548,12 @@ struct Consumer {
       hand_over(packed, scores);
     } else {
       pack_pairs<Element, kTileM / 2>(packed, scores);
+      if (p.kept_rows != 0) keep(packed, job, head, block);
     }
-    if (++block == job.block_end) block = job.block_begin;
+    if (++block == job.block_end) {
+      block = job.block_begin;
+      ++head;
+    }
   }
 
   // The gradient leaves once no warpgroup reads what the scores' products had of the tile.
@@ -525,16 +592,20 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < GradientMma::kN / 2; ++i) sums[i] = 0.f;
     mbarrier_wait(smem + (of_values ? kKFull : kVFull), parity);
+    load_operand<kHeld, kKeyBoxBytes>(held, smem + (of_values ? kSmemK : kSmemV), warp, lane);
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
+      int head = job.head * p.group_size;
       int block = job.block_begin;
-      if (kPeelFirst) visit(true, sums, scores, packed, ctx, blocks, job, key, block);
+      if (!of_values && p.kept_rows != 0) clear_unvisited(job);
+      if (kPeelFirst) visit(true, sums, scores, packed, ctx, blocks, job, key, block, head);
 #pragma unroll 1
-      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, sums, scores, packed, ctx, blocks, job, key, block);
+      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, sums, scores, packed, ctx, blocks, job, key, block, head);
       await_gradient_rows();
       gemm_accumulate<GradientMma, kTileM / 16, kQueryBoxBytes>(sums, packed, gradient_rows());
       wgmma_wait<0>();
       release_gradient_rows();
+      if (!of_values && p.kept_rows != 0) release_kept();
     }
     store(sums, job);
   }
@@ -552,7 +623,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dkv__full_d256_bf16__67faff(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dkv__full_d256_bf16__d4c682(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd_dq__full_d256_bf16__4f64de
+// sm90_bwd_dq__full_d256_bf16__e93408
 // Rendered by attngen from kernels/wgmma/backward/dq.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -475,7 +475,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dq__full_d256_bf16__4f64de(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dq__full_d256_bf16__e93408(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

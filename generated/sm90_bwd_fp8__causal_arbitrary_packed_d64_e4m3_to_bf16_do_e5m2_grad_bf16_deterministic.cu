@@ -1,4 +1,4 @@
-// sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__410f69
+// sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__ea837b
 // Rendered by attngen from kernels/wgmma/backward/fp8.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mask_bits.cuh"
@@ -938,7 +938,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__410f69(const __grid_constant__ attngen::Params p) {
+sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__ea837b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd_fp8__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__8d6f56
+// sm90_bwd_fp8__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__104019
 // Rendered by attngen from kernels/wgmma/backward/fp8.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -750,7 +750,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_fp8__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__8d6f56(const __grid_constant__ attngen::Params p) {
+sm90_bwd_fp8__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__104019(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__392b8a
+// sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__d72a70
 // Rendered by attngen from kernels/wgmma/backward/fused.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -951,7 +951,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__392b8a(const __grid_constant__ attngen::Params p) {
+sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__d72a70(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

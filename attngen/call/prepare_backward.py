@@ -15,6 +15,7 @@ from . import (
     bias_gradient,
     fp8_gradients,
     fragment_values,
+    kept_ds,
     kernel_choice,
     made_mask,
     schedule,
@@ -257,6 +258,7 @@ def choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Tens
         of_bias = bias_gradient.fused_by(kernels, call.dbias, call.scores, before_scale)
     if not of_bias.terms:
         kernels = tuple(each for each in kernels if not adds_bias(each))
+    kernels = kept_ds.considered(kernels, extents)
     kernels, unwritten = kernel_choice.launched(kernels, results_of(call.wanted), scalars.sequences)
     if not any(map(adds_bias, kernels)):
         of_bias = FusedBiasGradient()
@@ -271,6 +273,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
     kernels, of_bias, apart, table = chosen.kernels, chosen.of_bias, chosen.apart, chosen.table
     gradients = unpacked(present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
+    kept = kept_ds.kept_by(kernels, extents)
     written = tuple(name for name in written_by(kernels) if carriers[CARRIER_OF[name]] is not None)
     scalars = replace(
         call.scalars,
@@ -281,6 +284,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
             **schedule.numbers_of(table),
             **fp8_gradients.key_tiles(kernels, extents["k"], call.scalars.sequences or 0),
             "main_follows": int(bool(call.carried)),
+            **kept.numbers,
         },
     )
     packed = (
@@ -311,7 +315,8 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
             *packed,
         ),
         launches=tuple(
-            prepare(each, extents, _scalars_for(each, scalars, of_bias, apart)) for each in kernels
+            prepare(each, extents, _scalars_for(each, scalars, of_bias, apart, numbers))
+            for each, numbers in kept_ds.in_rounds(kernels, kept)
         ),
         offsets=offsets,
         workspace_bytes=size,
@@ -337,11 +342,15 @@ def _new(given: Tensors, arguments: Arguments, dtype: str, name: str) -> TensorD
 
 
 def _scalars_for(
-    each: LoadedKernel, scalars: Scalars, of_bias: FusedBiasGradient, apart: HeadSplit
+    each: LoadedKernel,
+    scalars: Scalars,
+    of_bias: FusedBiasGradient,
+    apart: HeadSplit,
+    round_numbers: Mapping[str, int],
 ) -> Scalars:
     """Run-time values of one kernel: what converts sums of dQ finds them scaled where dS was; heads
-    of a group may have tiles of their own."""
-    numbers = {**scalars.numbers}
+    of a group may have tiles of their own; a round has some of the heads."""
+    numbers = {**scalars.numbers, **round_numbers}
     if "dq_acc" in read_by(each.kernel):
         numbers |= apart.rounding
         numbers |= {"scaled_sums": 1} if of_bias.scaled else {}

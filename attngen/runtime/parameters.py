@@ -74,7 +74,12 @@ class LaunchFacts:
     def total_heads(self) -> int:
         """Heads of all sequences that have tiles."""
         tiled = self.q if self.kernel.tile_axis == "q" else self.k
-        return tiled.batch * tiled.heads
+        return self.of_round("round_heads", tiled.batch * tiled.heads)
+
+    def of_round(self, name: str, default: int) -> int:
+        """A number of heads of a launch that has some of them, given in heads of keys."""
+        group = self.q.heads // self.k.heads if self.kernel.tile_axis == "q" else 1
+        return int(self.given(name, 0)) * group or default
 
     @property
     def heads_per_group(self) -> int:
@@ -131,6 +136,8 @@ SOURCES: dict[str, Source] = {
     "tail_rows": attrgetter("tail_rows"),
     "group_size": lambda launch: launch.q.heads // launch.k.heads,
     "key_group": _given("key_group", 1),
+    "kept_rows": _given("kept_rows", 0),
+    "heads_before": lambda launch: launch.of_round("heads_before", 0),
     "key_parts": _given("key_parts", 0),
     "main_follows": _given("main_follows", 1),
     "q_longest": _given("q_longest", UNBOUNDED),

@@ -77,6 +77,7 @@ Workspace = Literal[
     "turns",
     "dbias_turns",
     "dkv_acc",
+    "d_s",
     "q_schedule",
     "kv_schedule",
     "mask_rows",

@@ -101,6 +101,7 @@ def workspace_bytes(
         "dq_added": 0,
         "turns": 4 * blocks * kernel.tile_parts,
         "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
+        "d_s": int(given.get("ds_bytes", 0)),
         "dkv_acc": 4 * int(given.get("dkv_floats", 0)),
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
         "lse_parts": 8 * rows if splits > 1 else 0,

@@ -25,12 +25,15 @@ import torch
 from torch import Tensor
 
 from attngen import AttentionSpec, reference
+from attngen.call import kept_ds
 from attngen.call.operands import extent
 from attngen.compiler import builder
 from attngen.compiler.builder import build_problem
 from attngen.fragments import features
+from attngen.kernels.selection import made_by
 from attngen.runtime import launch, load, run_time
 from attngen.runtime.launch import Prepared
+from attngen.runtime.load import LoadedKernel
 from attngen.runtime.run_time import UNBOUNDED, Scalars
 from attngen.spec import layouts, resolve
 from attngen.spec.problem import Problem
@@ -39,6 +42,13 @@ from . import oracle
 
 NAMES = ("dq", "dk", "dv")
 GARBAGE = 255  # in every byte: NaN as a float, -1 as an integer
+
+
+def without_rivals(kernels: tuple[LoadedKernel, ...]) -> tuple[LoadedKernel, ...]:
+    """The kernels without that which makes dQ of scores, where one makes it of dS in memory."""
+    if not any(map(kept_ds.reads_ds, kernels)):
+        return kernels
+    return tuple(x for x in kernels if kept_ds.reads_ds(x) or "dq" not in made_by(x.kernel))
 
 
 class Backward:
@@ -59,13 +69,20 @@ class Backward:
         self.tensors = tensors
         extents = {name: extent(tensor, axes) for name, tensor in tensors.items()}
         left, right = (side if side >= 0 else UNBOUNDED for side in window)
-        scalars = Scalars(problem.head_dim_qk**-0.5, left, right, bottom_right)
+        found = (
+            load.load(binary, cubin, device)
+            for binary, cubin in builder.find_kernels(problem, "sm_90a")
+        )
+        kernels = without_rivals(tuple(found))
+        kept = kept_ds.kept_by(kernels, extents)
+        scale = problem.head_dim_qk**-0.5
+        scalars = Scalars(scale, left, right, bottom_right, numbers=dict(kept.numbers))
         self.prepared: list[Prepared] = []
         sizes: dict[str, int] = {}
-        for binary, cubin in builder.find_kernels(problem, "sm_90a"):
-            loaded = load.load(binary, cubin, device)
-            self.prepared.append(launch.prepare(loaded, extents, scalars))
-            sizes |= run_time.workspace_bytes(loaded.kernel, extents["q"])
+        for each, numbers in kept_ds.in_rounds(kernels, kept):
+            told = dataclasses.replace(scalars, numbers={**kept.numbers, **numbers})
+            self.prepared.append(launch.prepare(each, extents, told))
+            sizes |= run_time.workspace_bytes(each.kernel, extents["q"], numbers=kept.numbers)
         self.workspaces = {
             name: torch.full((size,), GARBAGE, dtype=torch.uint8, device=oracle.DEVICE)
             for name, size in sizes.items()

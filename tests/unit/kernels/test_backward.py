@@ -28,6 +28,7 @@ SMEM_BYTES = 227 * 1024
 FUSED = ["bwd_prepare", "sm90_bwd", "bwd_convert"]
 COMPLETED = ["bwd_prepare", "sm90_bwd"]
 SPLIT = ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]
+KEPT = [*SPLIT, "sm90_bwd_dq_kept"]
 DIMS = range(8, 257, 8)
 CASES = {
     "d128 causal": {"head_dim": 128, "masks": ("causal",)},
@@ -71,7 +72,8 @@ def test_plans_every_head_dim_pair_fits_and_shares_one_workspace(
         problem = make_backward(*pair, masks, deterministic=deterministic)
         found = plans(problem, ARCH)
         fused = registers.fuses(problem)
-        assert [each.family for each in found] == (FUSED if fused else SPLIT)
+        families = FUSED if fused else KEPT if max(pair) > 128 else SPLIT
+        assert [each.family for each in found] == families
         assert len({each.row_block for each in found}) == 1
         for each in found:
             assert read_plan(to_data(each)) == each
@@ -82,7 +84,8 @@ def test_plans_every_head_dim_pair_fits_and_shares_one_workspace(
             for region, following in itertools.pairwise(each.smem):
                 assert region.offset + region.bytes <= following.offset
             taken = each.producer_registers + each.consumers * each.consumer_registers
-            assert taken <= 504 and each.threads == 128 * (each.consumers + 1)
+            moved = 504 if each.consumers == 2 else 512
+            assert taken <= moved and each.threads == 128 * (each.consumers + 1)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,8 @@ def test_output_gradients_are_freed_early_with_128_queries_unless_completing_or_
 
     assert early(64) == early(8, deterministic=True) == [True]
     assert early(128) == [False]
-    assert early(256) == early(64, GATHERED) == [False, False]
+    assert early(256) == [False, False, False]
+    assert early(64, GATHERED) == [False, False]
     assert early(64, masks=("causal", "window"), deterministic=True) == [False]
 
 

@@ -193,9 +193,14 @@ DKV_FLAGS = ("one_consumer", "marks_slopes", "follows_heads", "heads_matter")
 @pytest.mark.parametrize(
     ("problem", "facts", "slopes"),
     [
-        (LARGE, {"one_consumer"}, "const Packed&"),
-        (UNLIKE, set(), "const Packed&"),
-        (replace(UNLIKE, scores=("alibi",)), {"heads_matter"}, "const Packed&"),
+        (LARGE, {"one_consumer", "follows_heads", "heads_matter"}, "const Packed&"),
+        (UNLIKE, {"follows_heads", "heads_matter"}, "const Packed&"),
+        (replace(UNLIKE, q_seq="packed", kv_seq="packed"), set(), "const Packed&"),
+        (
+            replace(UNLIKE, scores=("alibi",), q_seq="packed", kv_seq="packed"),
+            {"heads_matter"},
+            "const Packed&",
+        ),
         (replace(UNLIKE, attn_mask=True), {"follows_heads", "heads_matter"}, "const Packed&"),
         (replace(UNLIKE, dropout=True), {"follows_heads", "heads_matter"}, "Packed&"),
         (

@@ -38,6 +38,7 @@ from attngen.kernels.wgmma.backward.fp8_view import Fp8ConvertView, Fp8View, Tur
 from attngen.kernels.wgmma.backward.view import DkvView, DqView
 from attngen.kernels.wgmma.backward.view_bias_gradient import BiasGradientView
 from attngen.kernels.wgmma.backward.view_fused import FusedView
+from attngen.kernels.wgmma.backward.view_kept import KeptView
 from attngen.kernels.wgmma.backward.view_learned import LearnedView
 from attngen.kernels.wgmma.decode.view import DecodeView
 from attngen.kernels.wgmma.forward.view import ForwardView
@@ -67,6 +68,7 @@ VIEWS: dict[str, Any] = {
     "kernels/support/row_sums.cu.j2": RowSumsView,
     "kernels/wgmma/backward/dq.cu.j2": DqView,
     "kernels/wgmma/backward/dkv.cu.j2": DkvView,
+    "kernels/wgmma/backward/dq_kept.cu.j2": KeptView,
     "kernels/wgmma/backward/fused.cu.j2": FusedView,
     "kernels/wgmma/backward/dbias.cu.j2": BiasGradientView,
     "kernels/wgmma/backward/dlearned.cu.j2": LearnedView,

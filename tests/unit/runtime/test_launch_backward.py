@@ -27,7 +27,7 @@ SMS = 132
 BATCH, HEADS_Q, HEADS_KV, S_Q, S_KV = 3, 6, 2, 300, 517
 SCALARS = Scalars(0.25, 40, 7, bottom_right=True)
 TENSORS = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-POINTERS = ("lse", "dlse", "lse_log2", "d", "dq_acc", "dkv_acc", "turns", "tile_counter")
+POINTERS = ("lse", "dlse", "lse_log2", "d", "dq_acc", "dkv_acc", "turns", "tile_counter", "d_s")
 ADDRESSES = {name: 4096 * (n + 1) for n, name in enumerate((*TENSORS, *POINTERS))}
 FORMATS = {"i32": "<i", "f32": "<f", "i64": "<q", "ptr": "<Q", "tensor_map": "<Q"}
 
@@ -121,7 +121,7 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
             expected = {"q_blocks": blocks, "q_len": S_Q, "heads_q": HEADS_Q, "scale": 0.25}
             expected |= {"dq_stride_row": HEADS_Q * d, "dq_stride_head": d}
         else:
-            of_queries = plan.family == "sm90_bwd_dq"
+            of_queries = plan.tile_axis == "q"
             along = up(S_Q, plan.tile.m) if of_queries else up(S_KV, plan.tile.n)
             heads = BATCH * (HEADS_Q if of_queries else HEADS_KV)
             grid = (min(SMS, along * heads), 1, 1)
@@ -149,6 +149,11 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
             rows |= {"dq": 64} if plan.completes else {}
             rows |= {"o": plan.tile.m} if plan.makes_d else {}
             boxes = {ADDRESSES[name]: (64, n, 1, 1) for name, n in rows.items()}
+            if plan.family == "sm90_bwd_dq_kept":
+                unread = ("q_blocks", "heads_kv", "scale_log2")
+                expected = {name: expected[name] for name in expected if name not in unread}
+                expected |= {"kept_rows": 0, "heads_before": 0, "dq_stride_row": HEADS_Q * d}
+                boxes = {ADDRESSES["k"]: (64, 64, 1, 1)}
             assert driver.boxes == boxes
         pointers = {name: ADDRESSES[name] for name in values if name in ADDRESSES}
         maps = {name: ADDRESSES[name[4:]] for name in values if name.startswith("map_")}
@@ -174,6 +179,8 @@ def test_workspaces_hold_whole_blocks_and_are_one_size_in_a_set(case, make_probl
     if case != "split":  # columns of dQ in shares of 64, or all of them
         wanted["dq_acc"] = 4 * plan.row_block * problem.head_dim_qk * blocks
         wanted["turns"] = 4 * blocks
+    if case == "split":  # of dS where a call keeps them
+        wanted["d_s"] = 0
     if case.startswith("fused"):  # for calls with few tiles
         wanted["dkv_acc"] = 0
     assert known == wanted

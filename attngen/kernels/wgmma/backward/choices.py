@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....spec.attention_spec import MAX_TRAINED_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
-from ...base import KernelPlan
+from ...base import KernelPlan, Tile
 from ...support.around import (
     CONVERT,
     CONVERT_THREADS,
@@ -18,10 +18,20 @@ from ...support.around import (
     RowSumsPlan,
     row_sums_plan,
 )
+from ..shared import BARRIER_BYTES, boxes_of
 from . import fp8_choices
 from .bias_gradient import bias_plans, learned_plans
-from .feasible import feasible_dkv, feasible_dq, make_fused
-from .plan import BackwardPlan
+from .feasible import (
+    JOB_BYTES,
+    SMALL_BYTES,
+    Draft,
+    feasible_dkv,
+    feasible_dq,
+    finish,
+    make_fused,
+)
+from .kept import KEPT_ROWS, MOST_STAGES, dq_parts
+from .plan import OF_KEPT, ROWS_PER_CONSUMER, BackwardPlan
 from .registers import fuses
 
 MADE_BLOCKS = 8  # a CTA, where it has hardly anything to do with most
@@ -54,7 +64,26 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
     rows = dkv.row_block
     sums, biases = _row_sums(problem, rows, target), bias_plans(problem, rows, target)
     learned = learned_plans(problem, rows, target)
-    return (_prepare(dkv), *sums, dkv, dq, *biases, *learned)
+    kept = (_of_kept(problem, rows, target),) if dkv.kept_rows else ()
+    return (_prepare(dkv), *sums, dkv, dq, *kept, *biases, *learned)
+
+
+def _of_kept(problem: Problem, row_block: int, target: Target) -> BackwardPlan:
+    """The plan of the kernel that makes dQ of dS in memory, a product of 64 keys a block."""
+    tile = Tile(KEPT_ROWS, ROWS_PER_CONSUMER)
+    columns = dq_parts(problem)[1]
+    keys, d_s = tile.n * 128 * boxes_of(columns), tile.m * 128
+    stages = min(MOST_STAGES, (target.cta_smem_bytes - SMALL_BYTES) // (keys + d_s))
+    sizes = {"K": stages * keys, "Ds": stages * d_s}
+    small = {"Barriers": (2 + 2 * stages) * BARRIER_BYTES}
+    consumers = KEPT_ROWS // ROWS_PER_CONSUMER
+    draft = Draft(
+        *(OF_KEPT, tile, sizes, small, stages, stages, row_block),
+        job_bytes=JOB_BYTES + 4,  # and which part of the columns
+        consumers=consumers,
+        kept_rows=KEPT_ROWS,
+    )
+    return finish(problem, draft, target)
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:

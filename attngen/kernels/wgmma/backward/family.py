@@ -18,11 +18,13 @@ from ...support.around import ConvertPlan
 from ..shared import NEEDS, refuse_together
 from . import choices, cost
 from .fp8_choices import column_parts
+from .kept import dq_parts
 from .plan import (
     CONVERT_8,
     MAIN,
     MAIN_8,
     OF_BIAS,
+    OF_KEPT,
     OF_KEYS,
     OF_LEARNED,
     OF_QUERIES,
@@ -40,7 +42,10 @@ if TYPE_CHECKING:
     from ...fill import Source
 
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
-PRODUCTS = {MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
+PRODUCTS = {
+    **{MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2)},
+    **{OF_KEYS: (2, 2), OF_QUERIES: (2, 1), OF_KEPT: (1, 0)},
+}
 
 # Of a half of dQ, dK and dV, beside which S and dP are whole; and of these in 16 bits, which take
 # twice the time of 8.
@@ -63,8 +68,9 @@ class Backward(Family):
         WITH_BIAS: Kind(
             BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
         ),
-        OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv", frozenset({"dk", "dv"})),
+        OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv", frozenset({"dk", "dv", "d_s"})),
         OF_QUERIES: Kind(BackwardPlan, "wgmma/backward/dq", frozenset({"dq"})),
+        OF_KEPT: Kind(BackwardPlan, "wgmma/backward/dq_kept", frozenset({"dq"}), cost=0.9),
         PREPARE_8: Kind(
             TurningPlan, "wgmma/backward/fp8_prepare", ROWS | {"queries_turned", "keys_turned"}
         ),
@@ -118,13 +124,15 @@ class Backward(Family):
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         if plan.family not in PRODUCTS:
             return super().aim(problem, plan, target)
-        keys_come = plan.family == OF_QUERIES
+        keys_come = plan.family in (OF_QUERIES, OF_KEPT)
         halves = plan.family == MAIN_8 and column_parts(problem) > 1
         products: tuple[float, float] = PRODUCTS_OF_HALVES if halves else PRODUCTS[plan.family]
         products = PRODUCTS_OF_BOTH if problem.mixed else products
         of_qk, of_v = products
         block = Block(of_qk, of_v, keys_come=keys_come, ctas=1)
         columns, columns_v = cta_columns(problem)
+        if plan.family == OF_KEPT:
+            columns = dq_parts(problem)[1]
         of_cta = replace(problem, head_dim_qk=columns, head_dim_v=columns_v)
         return aim_of(of_cta, cast(BackwardPlan, plan), block, target)
 

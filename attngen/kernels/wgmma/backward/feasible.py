@@ -1,7 +1,8 @@
 """Plans of a backward's main kernels: tiles, stages and shared memory.
 
 Up to head dim 128 one kernel makes dQ, dK and dV with five products a block. Above, one warpgroup
-cannot hold dK and dV of 64 keys, and dQ's additions would use up L2: two kernels, seven products.
+cannot hold dK and dV of 64 keys, and dQ's additions would use up L2: two kernels, seven products,
+or five where dS are left in memory (kept.py).
 Figures marked `measured` are from an H200 at 700 W.
 """
 
@@ -16,9 +17,11 @@ from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
 from ...support.around import DqSplit
 from ..shared import BARRIER_BYTES, DRAWN_BYTES, boxes_of
+from .kept import KEPT_ROWS, keeps_ds
 from .plan import (
     MAIN,
     MAIN_8,
+    OF_KEPT,
     OF_KEYS,
     OF_QUERIES,
     ROWS_PER_CONSUMER,
@@ -92,6 +95,8 @@ class Draft:
     completes: bool = False
     makes_d: bool = False
     job_bytes: int = JOB_BYTES
+    consumers: int = CONSUMERS
+    kept_rows: int = 0
 
 
 def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> BackwardPlan:
@@ -176,7 +181,8 @@ def feasible_dkv(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
         rows = stages * m * 4
         barriers = 10 + 4 * stages + (2 + 2 * CONSUMERS) * pairs
         small = {"Lse": rows, "D": rows, "Barriers": barriers * BARRIER_BYTES}
-        draft = Draft(OF_KEYS, tile, sizes, small, stages, stages, row_block=m)
+        kept = KEPT_ROWS * keeps_ds(problem)
+        draft = Draft(OF_KEYS, tile, sizes, small, stages, stages, row_block=m, kept_rows=kept)
         made = finish(problem, draft, target)
         if made.smem_bytes <= target.cta_smem_bytes and m <= most:
             yield made
@@ -247,19 +253,32 @@ def _splits_heads(problem: Problem, tile: Tile) -> bool:
     return not spills
 
 
-def _held_steps(problem: Problem, tile: Tile, completes: bool) -> int:
+def _held_steps(problem: Problem, draft: Draft) -> int:
     """The most that gain with blocks of 64 queries. Measured at 128, 112, 96 and 80: three 1.01 to
     1.05, more no better; no gain with dropout, a mask's bits, a bias, a softcap or in an order of
     additions without a window."""
     features = features_of(problem)
+    if draft.family == OF_KEYS:
+        return _held_steps_of_keys(problem, features)
+    if draft.family not in (MAIN, WITH_BIAS):
+        return 0
+    completes = draft.completes
     ordered = problem.deterministic and not completes
-    if tile.m > 64 or ordered or features & {"heavy", "dropout", "attn_mask", "gather"}:
+    if draft.tile.m > 64 or ordered or features & {"heavy", "dropout", "attn_mask", "gather"}:
         return 0
     if features >= {"unlike", "varlen"}:
         return 0  # no registers
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     few = largest > 112 and (problem.scores or completes and problem.varlen)  # registers
     return 2 if few else 3
+
+
+def _held_steps_of_keys(problem: Problem, features: frozenset[str]) -> int:
+    """Measured beside dS in memory: at 256 four 1.01 to 1.10, six no better, at 192/128 1.01 to
+    1.04."""
+    crowded = features & {"heavy", "several", "dropout", "attn_mask", "gather"}
+    fewest = min(problem.head_dim_qk, problem.head_dim_v)
+    return 0 if is_wide(problem) or crowded or fewest <= 64 else 4
 
 
 def _makes_d(problem: Problem, tile: Tile, completes: bool) -> bool:
@@ -324,7 +343,7 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
         arch=target.name,
         family=draft.family,
         tile=tile,
-        consumers=CONSUMERS,
+        consumers=draft.consumers,
         q_stages=draft.q_stages,
         do_stages=draft.do_stages,
         ds_stages=draft.ds_stages,
@@ -343,12 +362,13 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
         waves=waves,
         short_head=SHORT_HEAD if waves and not (draft.deterministic or problem.varlen) else 0,
         splits_heads=alone and _splits_heads(problem, tile),
-        held_steps=_held_steps(problem, tile, completes) if fused else 0,
+        held_steps=_held_steps(problem, draft),
         frees_early=fused and _frees_early(problem, tile, completes),
         makes_d=draft.makes_d,
-        starts_early=draft.family != OF_QUERIES and not problem.gather,
+        starts_early=draft.family not in (OF_QUERIES, OF_KEPT) and not problem.gather,
+        kept_rows=draft.kept_rows,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,
-        threads=128 * (CONSUMERS + 1),
+        threads=128 * (draft.consumers + 1),
     )

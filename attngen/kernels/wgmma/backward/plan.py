@@ -11,6 +11,7 @@ from ..shared import PREFIX
 
 MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
 OF_KEYS, OF_QUERIES, OF_BIAS = f"{PREFIX}bwd_dkv", f"{PREFIX}bwd_dq", f"{PREFIX}bwd_dbias"
+OF_KEPT = f"{PREFIX}bwd_dq_kept"  # dQ of dS that the kernel of dK and dV has kept in memory
 OF_LEARNED = f"{PREFIX}bwd_dlearned"  # of what a score captures
 MAIN_8 = f"{PREFIX}bwd_fp8"  # of operands in 8 bits
 FUSED = (MAIN, WITH_BIAS, MAIN_8)  # make all gradients
@@ -39,7 +40,8 @@ class BackwardPlan(TiledPlan):
     gradients are freed before queries, with which D comes then, and loaded before them. `makes_d`:
     consumers make D and LSE of a tile's first blocks, one each, where no other tile visits these
     before it; the kernel before makes the rest. `starts_early`: it may start before that one has
-    ended, which it awaits where it needs it.
+    ended, which it awaits where it needs it. `kept_rows`: rows of a tile of dQ, where a call may
+    have dS left in memory, or dQ made of them; else 0.
     """
 
     arch: str
@@ -68,6 +70,7 @@ class BackwardPlan(TiledPlan):
     frees_early: bool
     makes_d: bool
     starts_early: bool
+    kept_rows: int
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -98,7 +101,7 @@ class BackwardPlan(TiledPlan):
 
     @property
     def tile_axis(self) -> Literal["q", "kv"]:
-        return "q" if self.family == OF_QUERIES else "kv"
+        return "q" if self.family in (OF_QUERIES, OF_KEPT) else "kv"
 
     @property
     def ordered_axis(self) -> Axis:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
-from .plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
+from .plan import MAIN, OF_BIAS, OF_KEPT, OF_KEYS, OF_QUERIES, WITH_BIAS
 from .wide import is_wide, sends_ahead
 
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
@@ -17,6 +17,7 @@ REGISTERS = {
     WITH_BIAS: (40, 232),
     OF_KEYS: (56, 224),
     OF_QUERIES: (24, 240),
+    OF_KEPT: (32, 160),
     OF_BIAS: (40, 232),
 }
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves

@@ -29,8 +29,10 @@ from ...plan import template_of
 from ...uses import uses_of
 from .bias_gradient import sums_keys
 from .fp8_render import view_of as fp8_view_of
+from .kept import dq_parts
 from .plan import (
     FUSED,
+    OF_KEPT,
     OF_KEYS,
     OF_QUERIES,
     AnyPlan,
@@ -41,6 +43,7 @@ from .plan import (
 from .view import dkv_view, dq_view
 from .view_bias_gradient import bias_gradient_view
 from .view_fused import fused_view
+from .view_kept import kept_view
 from .view_learned import learned_view
 from .view_main import block_maps
 
@@ -54,6 +57,7 @@ MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
     **dict.fromkeys(FUSED, fused_view),
     OF_KEYS: dkv_view,
     OF_QUERIES: dq_view,
+    OF_KEPT: kept_view,
 }
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
@@ -85,14 +89,16 @@ def view_of(
         kernel = _bias(problem, plan, operands)
         return bias_gradient_view(problem, plan, kernel, uses, root), kernel
     main = cast(BackwardPlan, plan)
+    if main.family == OF_KEPT:  # which reads what scores have become
+        uses, operands = {**uses, "score": []}, operands_of({**uses, "score": []})
     kernel = _main(problem, main, operands)
     return MAIN_VIEWS[plan.family](problem, main, kernel, uses, root), kernel
 
 
 def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
-    of_queries = plan.family == OF_QUERIES
+    of_queries = plan.tile_axis == "q"
     mask: tuple[Workspace, ...] = ()
-    if problem.attn_mask:
+    if problem.attn_mask and plan.family != OF_KEPT:
         mask = ("mask_rows",) if of_queries else ("mask_columns",)
     workspace = _main_workspace(problem, plan)
     return describe(
@@ -115,11 +121,14 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         dkv_floats=plan.dkv_floats,
         dependent=plan.starts_early,
         orders_few=plan.orders_few,
+        **({"block_ctas": dq_parts(problem)[0]} if plan.family == OF_KEPT else {}),
     )
 
 
 def _main_workspace(problem: Problem, plan: BackwardPlan) -> tuple[Workspace, ...]:
     """Parts of the workspace of a main kernel but a mask's bits, in the order of parameters."""
+    if plan.family == OF_KEPT:
+        return ("d_s", "tile_counter")
     found: tuple[Workspace, ...] = ("lse_log2", "d")
     found += ("dq_acc",) if plan.dq_floats else ()
     found += ("tile_counter",)
@@ -128,6 +137,7 @@ def _main_workspace(problem: Problem, plan: BackwardPlan) -> tuple[Workspace, ..
         found += ("q_schedule",) if plan.family == OF_QUERIES else ("kv_schedule",)
     found += ("dbias_turns",) if plan.adds_bias else ()
     found += ("dkv_acc",) if plan.splits_heads else ()
+    found += ("d_s",) if plan.kept_rows else ()
     found += ("row_sums",) if problem.bias else ()
     return found
 
@@ -150,6 +160,8 @@ def _main_names(
 ) -> Names:
     """The parameters of a main kernel but those that fragments read."""
     names = _tensor_names(problem, plan)
+    if plan.family == OF_KEPT:
+        return [*names, *_kept_names(problem, workspace)]
     names += typed("tensor_map", "map_bias") if problem.bias and plan.fused else []
     names += typed("tensor_map", "map_dbias") if plan.adds_bias else []
     names += typed("ptr", *workspace)
@@ -166,13 +178,22 @@ def _main_names(
     integers = [*INTEGERS, *(name for name, _ in diagonal)]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.fused else len(integers)
-    integers.insert(place, "q_tiles" if plan.family == OF_QUERIES else "kv_blocks")
+    integers.insert(place, "q_tiles" if plan.tile_axis == "q" else "kv_blocks")
     names += typed("i32", *integers)
     names += typed("i32", "dbias_terms") if plan.adds_bias else []
     names += typed("i32", "key_group") if plan.splits_heads else []
+    names += typed("i32", "kept_rows", "heads_before") if plan.kept_rows else []
     names += typed("f32", "scale", "scale_log2")
     names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return [*names, *(_filled(problem, plan, names) if problem.varlen else [])]
+
+
+def _kept_names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
+    """The parameters, beside tensors, of the kernel that makes dQ of dS in memory."""
+    integers = ("tiles", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
+    names = [*typed("ptr", *workspace), *typed("i32", *integers, "q_tiles")]
+    names += [*diagonal_names(problem), *typed("i32", "kept_rows", "heads_before")]
+    return [*names, *typed("f32", "scale", *(("keep_scale",) if problem.dropout else ()))]
 
 
 def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
@@ -244,7 +265,10 @@ def _learned(problem: Problem, plan: LearnedPlan, operands: Names) -> KernelEntr
     )
 
 
-GRADIENTS = {OF_QUERIES: ("dq",), **dict.fromkeys((*FUSED, OF_KEYS), ("dk", "dv"))}
+GRADIENTS = {
+    **dict.fromkeys((OF_QUERIES, OF_KEPT), ("dq",)),
+    **dict.fromkeys((*FUSED, OF_KEYS), ("dk", "dv")),
+}
 
 
 def _gradients(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
@@ -261,6 +285,8 @@ def _outputs(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
 def _tensor_names(problem: Problem, plan: BackwardPlan | BiasGradientPlan) -> Names:
     """The parameters by which a kernel finds its operands and gradients."""
     gradients = _gradients(plan)
+    if plan.family == OF_KEPT:
+        return [*operand_names(problem, "k"), *typed("ptr", "dq"), *strides_of("dq")]
     if not (problem.gather or problem.wide_gradients):
         return operand_names(problem, "q", "k", "v", "d_o", *_outputs(plan), *gradients)
     names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
@@ -275,6 +301,8 @@ def _tensor_maps(
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
     if problem.gather:
         return ()
+    if plan.family == OF_KEPT:
+        return (recipe("k", problem.dtype_q, plan.tile.n),)
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
     rows |= dict.fromkeys(_outputs(plan), plan.tile.m)
     rows |= dict.fromkeys(() if problem.wide_gradients else _gradients(plan), STORE_ROWS)

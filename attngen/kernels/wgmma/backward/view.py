@@ -144,7 +144,9 @@ class DkvView(KeyTilesView):
     one code serves both warpgroups, since head dims agree. slopes_type: of the slopes that are
     handed over, where scores bend. marks_slopes: whether these say which weights are dropped.
     follows_heads: whether a consumer keeps the query head at hand; heads_matter: whether anything
-    changes from one to the next.
+    changes from one to the next. kept_rows: rows of a tile of dQ that is made of what this kernel
+    leaves in memory of dS, 0 where it cannot. held_steps: of 16 columns of a tile's keys, or
+    values, that a consumer has in registers, too.
     """
 
     stages: int
@@ -154,6 +156,8 @@ class DkvView(KeyTilesView):
     follows_heads: bool
     heads_matter: bool
     arrivals: DkvArrivals
+    kept_rows: int
+    held_steps: int
 
 
 def fetch_of(plan: BackwardPlan) -> Fetch:
@@ -228,7 +232,7 @@ def dkv_view(
     """Decide what dkv.cu.j2 renders. uses: its fragments by role."""
     fields = main_fields(problem, plan, kernel, uses, root)
     bend = fields["scores"].bend
-    follows_heads = problem.dropout or problem.attn_mask
+    follows_heads = problem.dropout or problem.attn_mask or plan.kept_rows > 0
     steps = (plan.tile.m // MMA_DEPTH,)
     columns, columns_v = cta_columns(problem)
     return DkvView(
@@ -236,7 +240,7 @@ def dkv_view(
         **key_tiles_fields(problem, plan, boxed_scores=False),
         headers=main_headers(problem, keys_as_rows=True, pairs=plan.pairs),
         mask_tensor="mask_columns" if problem.attn_mask else "",
-        score_product=score_product(problem, plan.tile.m),
+        score_product=score_product(problem, plan.tile.m, plan.held_steps, plan.held_steps),
         dk_product=Product(columns, steps),
         dv_product=Product(columns_v, steps),
         stages=plan.q_stages,
@@ -246,4 +250,6 @@ def dkv_view(
         follows_heads=follows_heads,
         heads_matter=follows_heads or bool(problem.scores),
         arrivals=DkvArrivals(32, 33, 32) if problem.gather else DkvArrivals(1, 1, 1),
+        kept_rows=plan.kept_rows,
+        held_steps=plan.held_steps,
     )

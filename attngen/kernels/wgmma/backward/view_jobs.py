@@ -8,7 +8,7 @@ from ....spec.problem import Problem
 from ...base import Axis
 from ...view import TensorView, tensor_view
 from ...view_axis import AxisView, axis_view
-from .plan import OF_KEYS, OF_QUERIES, BackwardPlan
+from .plan import OF_KEPT, OF_KEYS, OF_QUERIES, BackwardPlan
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class JobsView:
     arguments of the order of tiles that come in none: whether the last come first, and which are
     kept for the end where lengths vary.
 
+    in_rounds: whether a launch may have some of the heads.
+
     pairs: whether two CTAs share a tile, of which the first draws for both. first: C++, the first
     tile of a CTA, or of a pair; stride: how many of these there are; share: of rows of no sequence,
     and how many shares there are; beside_tiles: a further argument of `draw`.
@@ -75,6 +77,7 @@ class JobsView:
     short_head: int
     alone_ascends: str
     order_arguments: str
+    in_rounds: bool
     pairs: bool
     first: str
     stride: str
@@ -127,7 +130,7 @@ def jobs_view(
     """The jobs of a main kernel. loader: C++, what loads the operands that a tile keeps where the
     copy engine brings them. idle_warp: a warp that has nothing else to do then. halves: whether a
     tile is drawn for each half of the gradients' columns."""
-    of_queries = plan.family == OF_QUERIES
+    of_queries = plan.family in (OF_QUERIES, OF_KEPT)
     descending = "true" if plan.descending else "false"
     fills = problem.varlen and (plan.fused or problem.gather)
     return JobsView(
@@ -146,6 +149,7 @@ def jobs_view(
         short_head=plan.short_head,
         alone_ascends="false" if plan.deterministic else "true",
         order_arguments=f"{descending}, 0" if problem.varlen else descending,
+        in_rounds=plan.kept_rows > 0,
         pairs=plan.pairs,
         first="blockIdx.x / 2" if plan.pairs else "blockIdx.x",
         stride="gridDim.x / 2" if plan.pairs else "gridDim.x",
@@ -175,7 +179,7 @@ def _members(plan: BackwardPlan) -> list[JobMember]:
 
 
 def _axis(problem: Problem, plan: BackwardPlan) -> AxisView:
-    of_queries = plan.family == OF_QUERIES
+    of_queries = plan.family in (OF_QUERIES, OF_KEPT)
     axis = Axis(
         rows=plan.tile.m if of_queries else plan.tile.n,
         group_heads=plan.schedule.group_heads,
@@ -194,7 +198,7 @@ def gaps_of(problem: Problem, plan: BackwardPlan) -> tuple[Gap, ...]:
     if problem.q_seq != "dense" and plan.family != OF_KEYS:
         dq = (tensor_view(problem, "dq"),)
         found.append(Gap("q_sequence(p)", plan.fused, dq, "p.heads_q"))
-    if problem.kv_seq != "dense" and plan.family != OF_QUERIES:
+    if problem.kv_seq != "dense" and plan.family not in (OF_QUERIES, OF_KEPT):
         heads = "p.heads_kv / p.key_group" if plan.splits_heads else "p.heads_kv"
         dkv = (tensor_view(problem, "dk"), tensor_view(problem, "dv"))
         found.append(Gap("kv_sequence(p)", False, dkv, heads))

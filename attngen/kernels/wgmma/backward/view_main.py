@@ -31,7 +31,7 @@ from ...view import (
     tensor_view,
 )
 from ..shared import chains_of
-from .plan import OF_QUERIES, BackwardPlan, BiasGradientPlan
+from .plan import OF_KEPT, OF_QUERIES, BackwardPlan, BiasGradientPlan
 from .wide import cta_columns
 
 GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
@@ -158,7 +158,7 @@ def block_maps(problem: Problem, plan: BackwardPlan | BiasGradientPlan) -> tuple
     blocks of queries what these see."""
     if not (problem.listed and isinstance(plan, BackwardPlan)):
         return ()
-    if plan.family == OF_QUERIES:
+    if plan.family in (OF_QUERIES, OF_KEPT):
         return ("mask_row_map",)
     ordered = plan.fused and plan.deterministic
     return ("mask_column_map", *(("mask_row_map",) if ordered else ()))
@@ -189,15 +189,20 @@ def whole_score_product(problem: Problem, columns: int) -> Product:
     return Product(columns, (*qk, *v))
 
 
-def score_product(problem: Problem, columns: int, held_steps: int = 0) -> Product:
-    """S and dP, or their transposes, over a CTA's columns. held_steps: those of S that another
-    product makes."""
+def score_product(problem: Problem, columns: int, held_steps: int = 0, held_v: int = 0) -> Product:
+    """S and dP, or their transposes, over a CTA's columns. held_steps, held_v: those of S, and
+    of dP, that another product makes."""
     qk, v = map(steps_of, cta_columns(problem))
-    return Product(columns, (qk - held_steps, v))
+    return Product(columns, (qk - held_steps, v - held_v))
 
 
 def main_headers(
-    problem: Problem, *, keys_as_rows: bool = False, makes_d: bool = False, pairs: bool = False
+    problem: Problem,
+    *,
+    keys_as_rows: bool = False,
+    makes_d: bool = False,
+    pairs: bool = False,
+    stores: bool = False,
 ) -> str:
     """The lines that include a main kernel's headers. keys_as_rows: whether scores are transposed.
     makes_d: whether consumers make D of some blocks. pairs: whether two CTAs share tiles."""
@@ -213,7 +218,7 @@ def main_headers(
         ("mma/gemm.cuh", True),
         ("mma/score_tile.cuh", bias),
         ("mma/stage.cuh", True),
-        ("mma/store.cuh", problem.gather and not problem.wide_gradients),
+        ("mma/store.cuh", stores or (problem.gather and not problem.wide_gradients)),
         ("mma/store_float.cuh", problem.wide_gradients),
         ("ptx/barrier.cuh", True),
         ("ptx/cluster.cuh", pairs),

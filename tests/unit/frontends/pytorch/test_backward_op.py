@@ -85,7 +85,7 @@ def launched(monkeypatch):
     ("d", "families"),
     [
         (64, ["bwd_prepare", "sm90_bwd", "bwd_convert"]),
-        (256, ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]),
+        (256, ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq_kept"]),
     ],
 )
 def test_op_launches_each_kernel_in_order_with_every_address(launched, d, families):

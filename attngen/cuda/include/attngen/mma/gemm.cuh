@@ -82,15 +82,15 @@ ATTNGEN_DEVICE void gemm_partly_held(float (&acc)[Mma::kN / 2], const u32 (&held
 }
 
 // acc[64 x N] = A B: A (64 rows) has the reduction along its rows, B has N along its rows and the
-// reduction across them; kSteps steps of 16.
-template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+// reduction across them; kSteps steps of 16. Or += where kAccumulate.
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false>
 ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
   u32 a_steps[kSteps];
   u32 b_steps[kSteps];
   steps_along<kSteps, kABoxBytes>(a_steps, a);
   steps_across<kSteps, kBBoxBytes>(b_steps, b);
   wgmma_fence();
-  Mma::template issue<1024>(acc, a_steps, b_steps, 0);
+  Mma::template issue<1024>(acc, a_steps, b_steps, kAccumulate);
   wgmma_commit();
 }
 
