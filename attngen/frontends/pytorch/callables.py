@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,15 +95,14 @@ def attend_known(
         return None
     if given.get("block_mask") is not None or asked(given.get("backend", AUTO)) == "reference":
         return None
-    eight = is_fp8(q.dtype) and "score_mod" in mods
-    if eight or descriptions.device_arch(q.device) is None:
+    if is_fp8(q.dtype) and "score_mod" in mods:
         return None
     made: dict[str, Any] = {**given, "backend": "cuda"}
     for name in mods:
         if (found := _find(name, given[name])) is None:
             return None
         known, tensors = found
-        if known.device != q.device:
+        if known.device != q.device:  # where a call with it has found kernels
             return None
         own, built_in = None, known.built_in
         if built_in is not None:
@@ -264,13 +263,15 @@ class _Known:
     its fingerprint names.
 
     device: that of all its tensors, None where they have several; is_served: whether a call with
-    it has passed all checks, and its fragment is registered; built_in: what attngen has of it.
+    it has passed all checks, and its fragment is registered; unread: what stands for tensors of
+    such shapes that it learns; built_in: what attngen has of it.
     """
 
     traced: Traced
     places: tuple[Prologue, ...]
     device: torch.device | None
     is_served: bool = False
+    unread: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def built_in(self) -> BuiltIn | None:
@@ -293,7 +294,7 @@ class _Known:
             made[name] = as_read(x)
         if self.traced.program.learned:
             learned = self.traced.program.learned_captures
-            made[LEARNED] = stand_in([read[place] for place in learned])
+            made[LEARNED] = stand_in([read[place] for place in learned], self.unread)
 
     def of(self, tensors: Sequence[Tensor]) -> Traced:
         """Its trace for the tensors of another call."""
