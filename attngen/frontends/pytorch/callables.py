@@ -21,7 +21,7 @@ from ...fragments.features import register_program
 from ...fragments.names import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
 from ...spec import layouts
-from . import callable_listed, descriptions, routing
+from . import callable_listed, callable_transforms, descriptions, routing
 from .callable_builder import as_read
 from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
 from .callable_builtins import Sizes as Sizes4
@@ -33,7 +33,7 @@ from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
 from .callable_trace import trace
 from .schedule import Schedule
-from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
+from .torch_private import PLAIN, is_traced, undisturbed
 
 log = logging.getLogger("attngen")
 _WAY_OUT = "Pass backend='reference'"
@@ -47,6 +47,21 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     """
     if not _may_have_kernels(call):
         return None
+    with callable_transforms.aside():
+        given, added = _stand_ins(call)
+    try:
+        return attend(**given, **added)
+    except CompilerMissing:
+        raise
+    except CompileError as error:
+        raise SpecError(
+            f"score_mod has no kernel that is worth running: {error}. Simplify it, or pass "
+            "backend='reference'."
+        ) from error
+
+
+def _stand_ins(call: AttentionCall) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of the call that stands for one with callables, and those of its fragments."""
     if is_fp8(call.q.dtype) and call.score_mod is not None:
         raise SpecError(f"score_mod beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
     if routing.CHECK_VALUES:
@@ -72,15 +87,7 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
             replaced["score_mod"] = register_program(traced.program).name
             added |= _arguments_of(traced)
         _note(traced)
-    try:
-        return attend(**given_by(replace(call, **replaced)), **added)
-    except CompilerMissing:
-        raise
-    except CompileError as error:
-        raise SpecError(
-            f"score_mod has no kernel that is worth running: {error}. Simplify it, or pass "
-            "backend='reference'."
-        ) from error
+    return given_by(replace(call, **replaced)), added
 
 
 def attend_known(
@@ -250,7 +257,7 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
 def _may_have_kernels(call: AttentionCall) -> bool:
     """Whether kernels are to serve a call, if they can, and nobody looks on."""
     carriers = call.q, call.k, call.v
-    if call.backend == "reference" or has_transforms() or is_traced(carriers):
+    if call.backend == "reference" or is_traced(carriers) or not callable_transforms.pass_by(call):
         return False
     if not all([x is None or type(x) in PLAIN for x in carriers]):  # parts of DTensors, say
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,14 @@ def has_transforms() -> bool:
 has_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+untransformed: Callable[[], AbstractContextManager[Any]] | None = _find(
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    None,
+    "functions that attention takes are left to the reference within transforms of torch.func",
+)
+"""Code in which no transform of torch.func is on; None where torch has no such."""
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func is on that takes functions of autograd, which functionalize
     does not. True where nobody knows: such functions serve all calls."""
@@ -125,6 +134,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 _ASKED = "tensors are asked what they are, which takes longer"
 is_functional = _find("_is_functional_tensor", _unknown, _ASKED)
+is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor", _unknown, _ASKED)
+"""Whether a transform of torch.func has wrapped a tensor; true where nobody knows."""
 _is_zero = _find("Tensor._is_zerotensor", None, "lazy zeros are taken for tensors")
 
 share_storage: Callable[[Tensor, Tensor], bool] = _find(

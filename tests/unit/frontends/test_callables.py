@@ -359,5 +359,10 @@ def test_kernels_are_not_asked_where_others_have_to_see_the_call() -> None:
     with mock.patch(arch, lambda _: "sm_90a"):
         assert may(q)
         assert not may(q, backend="reference") and not may(q.as_subclass(Part))
-        assert not torch.vmap(lambda x: torch.tensor(may(x)))(q).any()
+        assert torch.vmap(lambda x: torch.tensor(may(x)))(q).all()
+
+        def reads(x: torch.Tensor) -> torch.Tensor:  # what the transform has wrapped
+            return torch.tensor(may(x, score_mod=lambda s, b, h, i, j: s + x[0, 0, 0]))
+
+        assert not torch.vmap(reads)(q).any()
     assert not may(q), "no kernels on a CPU"

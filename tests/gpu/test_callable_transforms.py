@@ -1,0 +1,61 @@
+"""Callables within transforms of torch.func: kernels serve them as they serve each call alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+import attngen
+
+from . import oracle
+
+pytestmark = pytest.mark.gpu
+
+TABLE = torch.tensor([[0.5, 1.0], [2.0, -0.25]])
+
+
+def mods(table: Tensor) -> dict[str, dict[str, Any]]:
+    """Functions that tell sequences apart, each like none of another test."""
+    score = {"score_mod": lambda s, b, h, i, j: s * table[b, h] + b * 0.5}
+    mask = {"mask_mod": lambda b, h, i, j: (i + j + b) % 3 != 0}
+    return {"score": score, "mask": mask, "both": score | mask}
+
+
+@pytest.mark.parametrize("name", ["score", "mask", "both"])
+def test_transforms_run_kernels_and_change_nothing(name) -> None:
+    given = mods(TABLE.to(oracle.DEVICE))[name]
+    several = [torch.stack([x, x / 2, -x]) for x in oracle.operands(2, 2, 2, 40, 40, 64)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attngen.attention(q, k, v, backend="cuda", **given)
+        return out
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).float().square().sum()
+
+    with attngen.trace() as seen:  # the first that sees the functions
+        gradients = vmap(grad(loss, argnums=(0, 1, 2)))(*several)
+    assert seen.variants
+    outs = vmap(attend)(*several)
+    for n, operands in enumerate(zip(*several, strict=True)):
+        leaves = [x.clone().requires_grad_() for x in operands]
+        assert torch.equal(outs[n], attend(*operands))
+        wanted = torch.autograd.grad(loss(*leaves), leaves)
+        assert all(torch.equal(one[n], other) for one, other in zip(gradients, wanted, strict=True))
+
+
+def test_functions_that_read_what_is_transformed_are_left_to_the_reference() -> None:
+    q, k, v = oracle.operands(1, 2, 2, 20, 20, 64)
+    heat = torch.ones(2, device=oracle.DEVICE)
+
+    def loss(heat: Tensor) -> Tensor:
+        out = attngen.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * heat[h])
+        return out.float().square().sum()
+
+    leaf = heat.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(grad(loss)(heat), wanted, rtol=0.05, atol=0.05)
