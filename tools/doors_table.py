@@ -38,8 +38,7 @@ def markdown(path: Path) -> Iterator[str]:
         f"Milliseconds of {report['layers']} layers, bf16, {machine['chip']}, {report['date']}, "
         f"medians of {report['rounds']} rounds in shuffled order; decode: one token of "
         f"{report['sequences']} sequences in a CUDA graph; torch {machine['torch']}, transformers "
-        f"{library}, driver {machine['driver']}. –: it does not compute the step, was not compiled "
-        "in a minute, or not asked."
+        f"{library}, driver {machine['driver']}. –: it does not compute the step, or was not asked."
     )
 
 
