@@ -11,6 +11,7 @@ from torch import Tensor
 import attngen
 import attngen.frontends.pytorch.backward  # noqa: F401  # defines the operation
 from attngen import AttentionSpec, SpecError
+from attngen.call import kept_ds
 
 from . import gradients, oracle
 
@@ -65,7 +66,8 @@ def found(tensors: list[Tensor], arguments: dict[str, Any], **more: Any) -> list
 
 
 @pytest.mark.parametrize(("dims", "given"), CASES, ids=str)
-def test_float_gradients_are_the_sums_that_others_round(dims, given):
+def test_float_gradients_are_the_sums_that_others_round(dims, given, monkeypatch):
+    monkeypatch.setattr(kept_ds, "MOST_BYTES", 0)  # of dS in memory sums are others
     tensors, arguments = operands(dims, given)
     narrow = found(tensors, {**arguments}, deterministic=True)
     wide = found(tensors, {**arguments}, deterministic=True, out_dtype="float32")
