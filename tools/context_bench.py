@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +46,7 @@ class Shape(NamedTuple):
         generator = torch.Generator("cuda").manual_seed(3)
         sizes = (self.heads, self.dim), (self.heads_kv, self.dim), (self.heads_kv, self.dim_v)
         return [
-            torch.randn(
-                1, length, *size, device="cuda", generator=generator, dtype=torch.bfloat16
-            )
+            torch.randn(1, length, *size, device="cuda", generator=generator, dtype=torch.bfloat16)
             for size in (*sizes, (self.heads, self.dim_v))
         ]
 
@@ -67,17 +66,34 @@ class Timed:
     call: Call
 
 
-def timed_calls(shape: Shape, length: int, operators: Any) -> Iterator[tuple[str, list[Timed]]]:
-    """The calls of each direction, `forward` and `both`."""
+def lengths_of(tokens: int, ranks: int, count: int) -> list[int]:
+    """So many lengths of all tokens, of which some are four times as long as others, and all a
+    multiple of two chunks a rank."""
+    shares, multiple = [place % 4 + 1 for place in range(count)], 2 * ranks
+    *lengths, _ = (tokens * x // sum(shares) // multiple * multiple for x in shares)
+    return [*lengths, tokens - sum(lengths)]
+
+
+def timed_calls(
+    shape: Shape, length: int, operators: Any, sequences: int
+) -> Iterator[tuple[str, list[Timed]]]:
+    """The calls of each direction, `forward` and `both`, of packed sequences where they are
+    several."""
     *operands, d_out = shape.operands(length)
-    *own, own_d_out = (parallel.shard(x, None, 1) for x in (*operands, d_out))
-    alone = partial(attngen.attention, mask="causal", backend="cuda")
+    given: dict[str, Any] = {"mask": "causal", "backend": "cuda"}
+    of_one, ends, axis = {**given}, None, 1
+    if sequences > 1:
+        *operands, d_out = (x.squeeze(0) for x in (*operands, d_out))
+        found = lengths_of(length, dist.get_world_size(), sequences)
+        ends, axis = torch.tensor([*accumulate(found, initial=0)], dtype=torch.int32), 0
+        given |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        of_one = {**given, "cu_seqlens_q": ends.cuda(), "cu_seqlens_kv": ends.cuda()}
+    *own, own_d_out = (parallel.shard(x, None, axis, cu_seqlens=ends) for x in (*operands, d_out))
+    alone = partial(attngen.attention, **of_one)
     strategies: tuple[parallel.Comm, ...] = (*COMMS, AUTO)
-    over = {
-        comm: partial(parallel.attention, comm=comm, mask="causal", backend="cuda")
-        for comm in strategies
-    }
-    ring = None if operators is None else Ring(operators, dist.get_rank(), dist.get_world_size())
+    over = {comm: partial(parallel.attention, comm=comm, **given) for comm in strategies}
+    absent = operators is None or sequences > 1
+    ring = None if absent else Ring(operators, dist.get_rank(), dist.get_world_size())
     forward: dict[str, Call] = {name: partial(_forward, call, own) for name, call in over.items()}
     forward[ALONE] = partial(_forward, alone, operands)
     both: dict[str, Call] = {
@@ -142,11 +158,13 @@ def interleaved(calls: list[Timed], rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def bench(shape: str, length: int, operators: Any, rounds: int) -> dict[str, Any]:
+def bench(shape: str, length: int, operators: Any, rounds: int, sequences: int) -> dict[str, Any]:
     """A row: milliseconds of each call, and the share of ideal of those over the group."""
     ranks = dist.get_world_size()
     row: dict[str, Any] = {"shape": shape, "length": length}
-    for direction, calls in timed_calls(SHAPES[shape], length, operators):
+    if sequences > 1:
+        row["sequences"] = sequences
+    for direction, calls in timed_calls(SHAPES[shape], length, operators, sequences):
         times = interleaved(calls, rounds)
         times[ALONE] /= ranks
         row[f"{direction}, ms"] = {name: round(x, 3) for name, x in times.items()}
@@ -157,7 +175,7 @@ def bench(shape: str, length: int, operators: Any, rounds: int) -> dict[str, Any
 
 
 def rows(
-    shapes: Sequence[str], lengths: Sequence[int], rounds: int
+    shapes: Sequence[str], lengths: Sequence[int], rounds: int, sequences: int = 1
 ) -> Iterator[dict[str, Any]]:
     """A row for each length and shape, and what is timed beside."""
     try:
@@ -166,4 +184,4 @@ def rows(
         operators = None
     for length in lengths:
         for shape in shapes:
-            yield bench(shape, length, operators, rounds)
+            yield bench(shape, length, operators, rounds, sequences)

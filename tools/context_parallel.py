@@ -23,9 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate, product
@@ -42,14 +43,14 @@ from torch import Tensor  # noqa: E402
 import attngen  # noqa: E402
 from attngen import parallel  # noqa: E402
 from attngen.call.context_order import Order, OrderName  # noqa: E402
-from tools.context_bench import COMMS, SHAPES, results, rows  # noqa: E402
+from tools.context_bench import COMMS, SHAPES, lengths_of, results, rows  # noqa: E402
 from tools.context_pool import Pool  # noqa: E402
-from tools.graphs import captured  # noqa: E402
+from tools.graphs import captured, milliseconds  # noqa: E402
 from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
 HEADS, HEADS_KV, DIM = 16, 8, 128
-ROUNDS, WARM = 20, 5
+WINDOWS = 3  # in which each call is timed
 TOKENS = 8192  # of a rank, simulated
 SIMULATED, PACKED = (2, 4, 8), 16  # ranks; and sequences of packed calls
 LONG = 1 << 20  # tokens, of which memory is measured
@@ -60,23 +61,33 @@ INNER, MOST_LONG = 2, 4  # ranks: that exchange heads by a2a+p2p; whose long cal
 @dataclass(frozen=True)
 class Case:
     """A call: its strategy and order, positions of each packed sequence, or of one dense one, and
-    what else it says."""
+    what else it says. padded: whether several are a batch of as many positions as the longest."""
 
     comm: parallel.Comm
     order: OrderName = "dual_chunk"
     lengths: tuple[int, ...] = (1536,)
     given: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    padded: bool = False
 
     def __str__(self) -> str:
         words = [self.comm, self.order, *map(str, self.lengths), *map(str, self.given.items())]
+        words += ["padded"] * self.padded
         return " ".join([*words, *[str(self.dtype)] * (self.dtype != torch.bfloat16)])
 
     @property
-    def packed(self) -> dict[str, Any]:
-        """Arguments of packed sequences."""
+    def batch(self) -> tuple[int, int]:
+        """How many sequences operands have, and of how many positions; packed ones are one."""
+        return (len(self.lengths), max(self.lengths)) if self.padded else (1, sum(self.lengths))
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """Arguments of packed or padded sequences."""
         if len(self.lengths) == 1:
             return {}
+        if self.padded:
+            used = torch.tensor(self.lengths, dtype=torch.int32)
+            return {"seqused_q": used, "seqused_kv": used}
         ends = torch.tensor([*accumulate(self.lengths, initial=0)], dtype=torch.int32)
         return {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
 
@@ -101,6 +112,10 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(comm, "contiguous", given=causal)
         yield Case(comm, lengths=(512, 256, 1280), given=causal)
         yield Case(comm, lengths=(512, 256, 1280), given={"mask": "causal", **dropped})
+        yield Case(comm, lengths=(500, 250, 1280), given=causal, padded=True)
+        if not comm.startswith("a2a"):  # which have no rows of a bias
+            biased = {"mask": "causal", "bias": True}
+            yield Case(comm, lengths=(500, 250, 1280), given=biased, padded=True)
         yield Case(comm, given=causal, dtype=torch.float16)
     yield Case("p2p", "striped", given=causal)
     yield Case("a2a", "striped", given=causal)
@@ -110,37 +125,45 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case("p2p", "contiguous", long, causal)
 
 
-def tensors(length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def tensors(
+    length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16, dim: int = DIM
+) -> list[Tensor]:
     """q, k, v and the output's gradient of the whole, the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(3)
     sizes = (HEADS, HEADS_KV, HEADS_KV, HEADS)
     return [
-        torch.randn(batch, length, heads, DIM, device="cuda", generator=generator).to(dtype)
+        torch.randn(batch, length, heads, dim, device="cuda", generator=generator).to(dtype)
         for heads in sizes
     ]
 
 
 def check(case: Case) -> dict[str, Any]:
     """The largest errors of a case over all ranks, those of one call, and whether bits repeat."""
-    *operands, d_out = tensors(sum(case.lengths), dtype=case.dtype)
-    given = {**case.given, **case.packed}
+    count, length = case.batch
+    *operands, d_out = tensors(length, count, case.dtype)
+    given = {**case.given, **case.sequences}
+    packed = "layout" in given
     if "dropout_p" in given:
         given["rng_state"] = torch.tensor((5, 6), device="cuda")
-    if case.packed:
+    if packed:
         *operands, d_out = (x.squeeze(0) for x in (*operands, d_out))
-    dim, ends = (0, given["cu_seqlens_q"]) if case.packed else (1, None)
+    dim, ends = (0, given["cu_seqlens_q"]) if packed else (1, None)
     cut: dict[str, Any] = {"dim": dim, "order": case.order, "cu_seqlens": ends}
     *own, own_d_out = (parallel.shard(x, None, **cut) for x in (*operands, d_out))
     spread: dict[str, Any] = {"comm": case.comm, "order": case.order, "backend": "cuda"}
     group = groups_of_two() if case.comm == "a2a+p2p" else None
 
+    if "bias" in given:
+        given["bias"] = tensors(length, dim=length)[0].transpose(1, 2)
+        spread["bias"] = parallel.shard(given["bias"], None, 2)
+
     def over_group(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return parallel.attention(q, k, v, group=group, **spread, **given)
+        return parallel.attention(q, k, v, group=group, **{**given, **spread})
 
     found = results(over_group, own, own_d_out)
     again = results(over_group, own, own_d_out)
     whole = [parallel.unshard(x, None, **cut) for x in found]
-    given |= {name: x.cuda() for name, x in case.packed.items() if isinstance(x, Tensor)}
+    given |= {name: x.cuda() for name, x in case.sequences.items() if isinstance(x, Tensor)}
     one = results(partial(attngen.attention, **given, backend="cuda"), operands, d_out)
     exact = definition(operands, d_out, given)
     errors = {}
@@ -180,38 +203,11 @@ def groups_of_two() -> tuple[Any, Any]:
     return found[tuple(own)], found[tuple(across)]
 
 
-def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """The mean time of a call, the longest of all ranks."""
-    for _ in range(WARM):
-        call()
-    if dist.is_initialized():
-        dist.barrier()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(rounds):
-        call()
-    end.record()
-    end.synchronize()
-    taken = torch.tensor(start.elapsed_time(end) / rounds, device="cuda")
-    if dist.is_initialized():
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
-
-
-def lengths_of(tokens: int, ranks: int, count: int) -> list[int]:
-    """So many lengths of all tokens, of which some are four times as long as others, and all a
-    multiple of two chunks a rank."""
-    shares, multiple = [place % 4 + 1 for place in range(count)], 2 * ranks
-    *lengths, _ = (tokens * x // sum(shares) // multiple * multiple for x in shares)
-    return [*lengths, tokens - sum(lengths)]
-
-
-def simulate(ranks: int, sequences: int = 1, rounds: int = ROUNDS // 2) -> dict[str, Any]:
-    """Times of a causal call's ranks, one after another, and an equal share of one call's, in
-    milliseconds: of the longest rank, the smaller of means before and behind the one call's. All
-    are replays of CUDA graphs, for which nobody waits for the host. sequences: packed ones of all
-    tokens, where they are several."""
-    *operands, d_out = tensors(TOKENS * ranks)
+def simulate(shape: str, ranks: int, sequences: int = 1) -> dict[str, Any]:
+    """Times of a causal call's ranks, one after another, and an equal share of one call's, medians
+    of windows in turn, in milliseconds. All are replays of CUDA graphs, for which nobody waits for
+    the host. sequences: packed ones of all tokens, where they are several."""
+    *operands, d_out = SHAPES[shape].operands(TOKENS * ranks)
     given: dict[str, Any] = {"mask": "causal"}
     of_one = {**given}
     if sequences > 1:
@@ -223,7 +219,8 @@ def simulate(ranks: int, sequences: int = 1, rounds: int = ROUNDS // 2) -> dict[
     order = Order("dual_chunk", ranks)
     simulated = [*ranks_of(order, operands, given, [], receives=True)]
     alone, own = partial(attngen.attention, **of_one), d_out.narrow(d_out.ndim - 3, 0, TOKENS)
-    found: dict[str, Any] = {"ranks": ranks, "tokens a rank": TOKENS, "sequences": sequences}
+    found: dict[str, Any] = {"shape": shape, "ranks": ranks, "tokens a rank": TOKENS}
+    found["sequences"] = sequences
 
     def both_of(rank: Simulated) -> None:
         out, _ = rank.run()
@@ -242,13 +239,13 @@ def simulate(ranks: int, sequences: int = 1, rounds: int = ROUNDS // 2) -> dict[
         "both": (both_of, lambda: results(alone, operands, d_out)),
     }
     for name, (of_rank, whole) in calls.items():
-        graphs = [captured(partial(of_rank, rank)) for rank in simulated]
-        times = [milliseconds(graph, rounds) for graph in graphs]
-        share = milliseconds(captured(whole), rounds) / ranks
-        again = [milliseconds(graph, rounds) for graph in graphs]
-        longest = min(max(times), max(again))
-        found |= {name: longest, f"{name}, a share of one call's": share}
-        found[f"{name}, ratio"] = longest / share
+        graphs = [captured(whole), *(captured(partial(of_rank, rank)) for rank in simulated)]
+        windows = [[*map(milliseconds, graphs)] for _ in range(WINDOWS)]
+        one, *times = map(statistics.median, zip(*windows, strict=True))
+        share = one / ranks
+        found |= {name: max(times), f"{name}, a share of one call's": share}
+        found[f"{name}, ratio"] = max(times) / share
+        found[f"{name}, ratio of each"] = [round(x / share, 4) for x in times]
     return found
 
 
@@ -279,8 +276,8 @@ def work(asked: tuple[str, Any]) -> dict[str, Any]:
     what, case = asked
     if what == "check":
         return check(case)
-    length, shape, rounds = case
-    (row,) = rows([shape], [length], rounds)
+    length, shape, rounds, sequences = case
+    (row,) = rows([shape], [length], rounds, sequences)
     return row
 
 
@@ -290,7 +287,7 @@ def in_pool(options: argparse.Namespace) -> int:
     asked: list[Any] = [*cases(options.gpus)]
     if options.what == "bench":
         pairs = [(length, shape) for length in options.lengths for shape in options.shapes]
-        asked = [(*pair, options.rounds) for pair in pairs]
+        asked = [(*pair, options.rounds, options.sequences) for pair in pairs]
     pool, lines = Pool(options.gpus, "nccl", work, options.limit), []
     for case in asked:
         found = pool.run((options.what, case))
@@ -302,40 +299,56 @@ def in_pool(options: argparse.Namespace) -> int:
                 line["right"] = all(each["right"] for each in found.results)
         lines.append(line)
         print(line["case"] if line.get("right") else line, flush=True)
-        write(options.output, f"{options.what}, {options.gpus} GPUs", lines)
+        write(options.output, name_of(options, options.gpus), lines)
     pool.close()
-    return sum(not line.get("right", True) for line in lines)
+    return summed(lines)
+
+
+def name_of(options: argparse.Namespace, gpus: int) -> str:
+    """The name of lines of so many GPUs."""
+    packed = ", packed" if options.what == "bench" and options.sequences > 1 else ""
+    return f"{options.what}, {gpus} GPUs{packed}"
+
+
+def summed(lines: list[dict[str, Any]]) -> int:
+    """Print how many of these are wrong, and which. Returns: how many."""
+    wrong = [line for line in lines if not line.get("right", True)]
+    print(f"{len(lines)} lines, {len(wrong)} wrong", *(x["case"] for x in wrong), sep="\n  ")
+    return len(wrong)
 
 
 def over_group(options: argparse.Namespace) -> int:
     """The cases or the times of a group that torchrun began, printed and written by its first rank
     as they come. Returns: how many are wrong."""
     lines: list[dict[str, Any]] = []
-    timed = rows(options.shapes, options.lengths, options.rounds)
+    timed = rows(options.shapes, options.lengths, options.rounds, options.sequences)
     for line in map(check, cases(dist.get_world_size())) if options.what == "check" else timed:
         lines.append(line)
         if dist.get_rank() == 0:
             print(line["case"] if line.get("right") else line, flush=True)
-            write(options.output, f"{options.what}, {dist.get_world_size()} GPUs", lines)
-    return sum(not line.get("right", True) for line in lines)
+            write(options.output, name_of(options, dist.get_world_size()), lines)
+    return summed(lines) if dist.get_rank() == 0 else sum(not x.get("right", True) for x in lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("check", "bench", "simulate", "memory"))
     parser.add_argument("--output", type=Path, default=RESULTS, help="file")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="of bench")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="of bench, simulate"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536], help="of bench")
     parser.add_argument("--rounds", type=int, default=5, help="of bench")
+    parser.add_argument("--sequences", type=int, default=1, help="of bench, packed if several")
     parser.add_argument("--gpus", type=int, help="of check and bench; default: all of the host")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
     options = parser.parse_args()
     if options.what == "simulate":
         lines = []
-        for ranks, sequences in product(SIMULATED, (1, PACKED)):
-            lines.append(simulate(ranks, sequences))
+        for shape, sequences, ranks in product(options.shapes, (1, PACKED), SIMULATED):
+            lines.append(simulate(shape, ranks, sequences))
             print(lines[-1], flush=True)
-        write(options.output, "simulate", lines)
+            write(options.output, "simulate", lines)
         return 0
     if options.what == "memory":
         lines = [memory()]

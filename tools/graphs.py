@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
+
+STEADY_MS = 50.0  # of calls before those that are timed, and of these
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -24,3 +27,24 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
         graph.replay()
 
     return replay
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """The mean time of a call behind and among as many as take `STEADY_MS`, since clocks follow the
+    power that is drawn."""
+    _timed(call, 1)
+    count = ceil(STEADY_MS / _timed(call, 1))
+    for _ in range(count):
+        call()
+    return _timed(call, count)
+
+
+def _timed(call: Callable[[], Any], count: int) -> float:
+    """The mean time of so many calls, which follow what the GPU has to do."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count

@@ -19,12 +19,15 @@ RANKS = (2, 4)
 )
 def test_case_is_served_by_its_strategy(ranks: int, case: context_parallel.Case) -> None:
     heads, heads_kv = context_parallel.HEADS, context_parallel.HEADS_KV
-    outer = () if case.packed else (1,)
-    tokens = sum(case.lengths) // ranks
+    given = {**case.given, **case.sequences}
+    count, length = case.batch
+    if "bias" in given:
+        given["bias"] = torch.empty(1, 1, length // ranks, length, dtype=case.dtype)
+    outer, tokens = () if "layout" in given else (count,), length // ranks
     q, k, v = (
         torch.empty(*outer, tokens, n, 8, dtype=case.dtype) for n in (heads, heads_kv, heads_kv)
     )
-    asked = context_calls.asked_of(q, k, v, {**case.given, **case.packed}, ranks)
+    asked = context_calls.asked_of(q, k, v, given, ranks)
     if case.comm.startswith("a2a"):
         inner = context_parallel.INNER if case.comm == "a2a+p2p" else ranks
         assert not context_strategies._against_heads(asked, inner)
@@ -33,9 +36,8 @@ def test_case_is_served_by_its_strategy(ranks: int, case: context_parallel.Case)
     features = context_calls.features_of(asked, None, 0, heads)
     gathers, order = case.comm == "all_gather", Order(case.order, ranks)
     call = context_calls.context_call(asked, order, place, gathers, features, torch.float32)
-    assert len(call.used) == len(case.lengths) and call.features.by_position == (
-        "dropout_p" in case.given
-    )
+    assert len(call.used) == len(case.lengths)
+    assert call.features.by_position == bool({"dropout_p", "bias"} & {*case.given})
 
 
 @pytest.mark.parametrize("ranks", RANKS)
