@@ -14,7 +14,7 @@ import attngen
 from attngen import fp8, parallel
 from attngen.call.context_order import Order
 from attngen.call.context_steps import Span
-from attngen.frontends.pytorch import context_calls
+from attngen.frontends.pytorch import context_plans
 from attngen.frontends.pytorch.context_calls import Ranks, asked_of, context_call, features_of
 from attngen.frontends.pytorch.context_function import ContextAttention
 from attngen.frontends.pytorch.context_messages import Gathered, Visit
@@ -59,8 +59,8 @@ def simulated(
 def test_queries_that_wait_are_one_call(ranks, room, monkeypatch):
     """Most wait for their keys, the last 64 go on, and own keys come last, as where these fill a
     GPU."""
-    monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
-    monkeypatch.setattr(context_calls, "HIDING", 128)
+    monkeypatch.setattr(context_plans, "FULL_ROWS", 0)
+    monkeypatch.setattr(context_plans, "HIDING", 128)
     test_ranks_in_turn_are_one_call(Order("dual_chunk", ranks), room, {"mask": "causal"})
 
 
@@ -199,8 +199,8 @@ def test_stored_operands_have_the_results_of_one_call():
 
 def test_stored_keys_of_other_ranks_are_one_call(monkeypatch):
     """FP8 parts in rounds, forward: most queries have one part, others have theirs merged."""
-    monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
-    monkeypatch.setattr(context_calls, "HIDING", 128)
+    monkeypatch.setattr(context_plans, "FULL_ROWS", 0)
+    monkeypatch.setattr(context_plans, "HIDING", 128)
     form, order, given = torch.float8_e4m3fn, Order("dual_chunk", 2), {"mask": "causal"}
     numbers = [x.to(form) for x in oracle.operands(1, 4, 2, 512, 512, 64, 64, torch.bfloat16)]
     unit = torch.ones(1, device=oracle.DEVICE)

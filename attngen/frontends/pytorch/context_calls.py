@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ from ...call.context_checks import AXES, Over
 from ...call.context_launches import Form
 from ...call.context_order import Order
 from ...call.context_packed import Together
-from ...call.context_steps import Band, Length, Span
+from ...call.context_steps import Band, Length, Span, is_aligned
 from ...call.context_visits import Bands
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
 from ...spec.masks import band_of
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
+from .context_padding import Padding
 from .context_parts import Features, Rows, Sequences, Stored
 from .context_plans import (
     both_rounds_of,
@@ -32,6 +33,7 @@ from .context_plans import (
     launches_over_all,
     parts_of,
     plans_of,
+    queries_going_on,
 )
 from .context_service import NO_KERNELS, service_of
 from .context_together import AroundTogether, GatheredTogether
@@ -43,8 +45,6 @@ LENGTHS = tuple(
     for name, end in (("cu_seqlens_", ""), ("cu_seqlens_", "_padded"), ("seqused_", ""))
 )
 BANDS = Bands._fields
-FULL_ROWS, ROWS = 1 << 15, 128  # of queries and heads, whose tiles fill a GPU twice; of a tile
-HIDING = 4096  # queries, of a head, that compute twice as long as NVLink brings a head's keys
 NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
 SERVED = (
     *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
@@ -89,6 +89,34 @@ class Asked:
     lengths: tuple[Length, ...]
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the call has a number for each pair, by which it knows its sequences."""
+        return any(self.given.get(name) is not None for name in ("bias", "attn_mask"))
+
+    @property
+    def alike(self) -> Length | None:
+        """The length of all sequences of a batch for plans, if these may take them as equal: what
+        each has in use is cut then in every part. None where plans know their lengths, as where a
+        diagonal depends on them."""
+        first, *_ = self.lengths
+        if self.uniform:
+            return first
+        if self.packed or not self.reads_pairs or torch.compiler.is_compiling():
+            return None
+        room_q, room_kv, *_ = first
+        bands = self.bands
+        if is_aligned(bands.mask, bands.bottom_right):
+            if any(x.kv - x.q != room_kv - room_q for x in self.lengths):
+                return None
+        return Length(room_q, room_kv, room_q, room_kv)
+
+    @property
+    def planned(self) -> tuple[Length, ...]:
+        """The lengths of plans."""
+        alike = self.alike
+        return self.lengths if alike is None else (alike,)
+
+    @property
     def rooms(self) -> tuple[list[int], list[int]]:
         """Positions that there is room for along the axis of tokens, of queries and of keys: of
         each packed sequence, or of all sequences of a batch alike."""
@@ -116,8 +144,7 @@ class Asked:
     @property
     def by_position(self) -> bool:
         """Whether parts need to know where they stand."""
-        added = any(self.given.get(name) is not None for name in ("bias", "attn_mask"))
-        return self.has_alibi or self.dropout_p > 0 or added
+        return self.has_alibi or self.dropout_p > 0 or self.reads_pairs
 
 
 def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: int) -> Asked:
@@ -150,7 +177,7 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
 def packed_of(asked: Asked) -> Asked | None:
     """The call of padded sequences as one of packed ones, whose parts are put together; None where
     it has no lengths, or reads a bias or a mask."""
-    if asked.packed or asked.uniform or _reads_pairs(asked) or torch.compiler.is_compiling():
+    if asked.packed or asked.uniform or asked.reads_pairs or torch.compiler.is_compiling():
         return None
     q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (asked.q, asked.k, asked.v))
     return replace(asked, q=q, k=k, v=v, packed=True)
@@ -174,8 +201,8 @@ def _host(x: Tensor | Sequence[int]) -> list[int]:
 
 
 def sequences_of(asked: Asked, share_q: int, share_kv: int) -> tuple[Sequences, ...]:
-    """Where tensors hold the sequences of a call, of which they have one part in so many."""
-    if asked.uniform:
+    """Where tensors hold the sequences of a plan, of which they have one part in so many."""
+    if asked.alike is not None:
         all_ = Rows(slice(None), slice(None))
         return (Sequences(all_, all_, 0),)
     count = len(asked.lengths)
@@ -205,7 +232,10 @@ def context_call(
     messages_of = _gathered if gathers else _around
     messages, together = messages_of(asked, order, ranks, sequences, features, form)
     spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
-    used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
+    rows: Iterable[Rows] = (each.queries for each in sequences)
+    if len(lengths) > len(sequences):
+        rows = (Rows(slice(b, b + 1), slice(None)) for b in range(len(lengths)))
+    used = tuple(zip(rows, spans, strict=True))
     sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
     travels = sums if asked.q.dtype in WIDE else reduce_dtype
     return ContextCall(messages, sequences, used, features, sums, travels, together=together)
@@ -220,7 +250,7 @@ def _gathered(
     form: Form | None,
 ) -> tuple[Gathered, Together | None]:
     """The messages of gathered keys, and the launches that read them, None for parts alone."""
-    parts = parts_of(order, ranks.rank, asked.lengths, asked.bands)
+    parts = parts_of(order, ranks.rank, asked.planned, asked.bands)
     _, rooms = asked.rooms
     index = index_of(order, tuple(rooms), asked.q.device)
     whole = (ranks.group, ranks.size, index, parts, sequences)
@@ -240,7 +270,7 @@ def _around(
 ) -> tuple[Around, Together | None]:
     """The messages of keys that come from one rank after another, and the launches that read them,
     None for parts alone. Raises: SpecError where parts compare stripes."""
-    lengths, bands = asked.lengths, asked.bands
+    lengths, bands = asked.planned, asked.bands
     plans = plans_of(order, lengths, bands, asked.by_position)
     if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
         raise SpecError(
@@ -253,13 +283,8 @@ def _around(
         return AroundTogether(*whole, together=together, sent=sent), together
     if asked.by_position or torch.compiler.is_compiling():
         return Around(*whole), None
-    going = _queries_going_on(asked, features.kernels)
+    going = queries_going_on(asked.q.shape, asked.k.shape[2], features.kernels)
     return Around(*whole, *both_rounds_of(order, lengths, bands, ranks.rank, going)), None
-
-
-def _reads_pairs(asked: Asked) -> bool:
-    """Whether the call has a number for each pair, by which it knows its sequences one by one."""
-    return any(asked.given.get(name) is not None for name in ("bias", "attn_mask"))
 
 
 def _form_of(asked: Asked, features: Features) -> Form | None:
@@ -267,24 +292,11 @@ def _form_of(asked: Asked, features: Features) -> Form | None:
     bias or a mask, or its kernels know one diagonal for all. Plans have identities, of which a
     trace knows nothing."""
     placed = features.joins or not features.kernels
-    if _reads_pairs(asked) or torch.compiler.is_compiling() or (asked.by_position and not placed):
+    if asked.reads_pairs or torch.compiler.is_compiling() or (asked.by_position and not placed):
         return None
     bands = asked.bands
     band = Band(*band_of(bands.mask, bands.window))
     return Form(band, asked.by_position, placed, apart=not features.kernels)
-
-
-def _queries_going_on(asked: Asked, by_kernels: bool) -> int:
-    """How many of a rank's queries go on with the keys of each round: as few as fill a GPU, and as
-    compute no less time than their keys travel; 0 where half of all are fewer than fill it."""
-    batch, tokens, heads, _ = asked.q.shape
-    half = tokens // 2
-    if not by_kernels:
-        return half // 2
-    if batch * half * heads < FULL_ROWS:
-        return 0
-    filling = -(-FULL_ROWS // (batch * heads * ROWS)) * ROWS
-    return min(half, max(filling, HIDING * asked.k.shape[2] // heads))
 
 
 def features_of(
@@ -327,7 +339,16 @@ def features_of(
         kernels=service.serves,
         joins=service.joins,
         by_position=asked.by_position,
+        padding=_padding_of(asked),
     )
+
+
+def _padding_of(asked: Asked) -> Padding | None:
+    """The lengths in use that parts of a batch cut, None where the plan has cut them."""
+    if asked.uniform or asked.alike is None:
+        return None
+    of_q, of_kv = tuple([x.q for x in asked.lengths]), tuple([x.kv for x in asked.lengths])
+    return Padding(of_q, of_kv, asked.q.device)
 
 
 def _any_part(asked: Asked) -> dict[str, Any]:
@@ -337,6 +358,8 @@ def _any_part(asked: Asked) -> dict[str, Any]:
     if asked.by_position:
         given["positions"] = (0, 0)
     q, k, v = asked.q, asked.k, asked.v
+    if (padding := _padding_of(asked)) is not None:
+        given |= padding.of_all
     if asked.packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))
         ends = torch.zeros(2, dtype=torch.int32, device=q.device)

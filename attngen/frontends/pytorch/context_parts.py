@@ -18,6 +18,7 @@ from ...call.positions import Positions
 from ...call.table import GRADIENT_OF
 from . import backward, forward_onto  # noqa: F401  # define the operations
 from .attention import attention
+from .context_padding import Padding
 
 
 class Rows(NamedTuple):
@@ -58,7 +59,7 @@ class Features:
     rng_state: one for all ranks. first_head: of the group's heads. numbers: arguments that are no
     tensors. kernels: whether compiled kernels compute parts, or the reference; joins: whether these
     join a part's output with that of the parts before. by_position: whether parts say where they
-    stand.
+    stand. padding: lengths in use of sequences that parts take as equal.
     """
 
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Features:
     kernels: bool = False
     joins: bool = False
     by_position: bool = False
+    padding: Padding | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +134,8 @@ def arguments_of(features: Features, part: Part, rows: Sequences) -> dict[str, A
         given["attn_mask"] = cut(features.attn_mask, part, rows)
     if features.rng_state is not None:
         given["rng_state"] = features.rng_state
+    if features.padding is not None:
+        given |= features.padding.of_part(part)
     return given
 
 
@@ -184,6 +188,16 @@ class Merged(NamedTuple):
     lse: Tensor
     d_out: Tensor
     dlse: Tensor | None
+
+    def of_rows(self, rows: Rows, span: Span) -> Merged:
+        """The results of a part's rows."""
+        dlse = self.dlse
+        return Merged(
+            rows.of(self.out, span),
+            rows.of_heads(self.lse, span),
+            rows.of(self.d_out, span),
+            None if dlse is None else rows.of_heads(dlse, span).contiguous(),
+        )
 
 
 def backward_part(

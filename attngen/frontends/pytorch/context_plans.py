@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,8 @@ from ...call.context_visits import Bands
 from .context_kept import on_device
 
 PLANS_KEPT, INDICES_KEPT = 256, 32
+FULL_ROWS, ROWS = 1 << 15, 128  # of queries and heads, whose tiles fill a GPU twice; of a tile
+HIDING = 4096  # queries, of a head, that compute twice as long as NVLink brings a head's keys
 
 
 @lru_cache(PLANS_KEPT)
@@ -39,6 +42,22 @@ def both_rounds_of(
     plans = plans_of(order, lengths, bands, False)
     forward = rounds_of(plans, rank, going=going)
     return forward, backward_rounds_of(plans, rank, splits=going > 0)
+
+
+def queries_going_on(shape: Sequence[int], heads_kv: int, by_kernels: bool) -> int:
+    """How many of a rank's queries go on with the keys of each round: as few as fill a GPU, and as
+    compute no less time than their keys travel; 0 where half of all are fewer than fill it.
+
+    shape: of q, [b, t, h, d].
+    """
+    batch, tokens, heads, _ = shape
+    half = tokens // 2
+    if not by_kernels:
+        return half // 2
+    if batch * half * heads < FULL_ROWS:
+        return 0
+    filling = -(-FULL_ROWS // (batch * heads * ROWS)) * ROWS
+    return min(half, max(filling, HIDING * heads_kv // heads))
 
 
 @lru_cache(PLANS_KEPT)
