@@ -16,8 +16,9 @@ from itertools import accumulate, groupby
 from .context_steps import Part, Span, Step
 
 OWN = 0  # the step of a rank's own keys
-WAVE = 2  # steps whose keys are asked for together, behind the first
-HELD = 4  # times the keys that a rank holds: those of others that queries wait for, at most
+MOST = 4  # steps whose keys are asked for together
+WAVE = 2  # of a backward, behind the first
+HELD = 7  # times the keys that a rank holds: those of others that queries wait for, at most
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ class Rounds:
         """All rounds' parts, in their order."""
         return tuple([part for each in self.rounds for part in each.parts])
 
+    @property
+    def cut(self) -> int:
+        """The first of the queries that go on with each round."""
+        first, *_ = self.parts
+        return first.queries.begin
+
 
 def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, going: int) -> Rounds | None:
     """The rounds of a rank; None where some rank's steps have other parts than rounds are made of:
@@ -73,7 +80,7 @@ def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, going: int) -> Roun
     seen = {n: part for n, step in enumerate(plans[rank]) for part in step.parts if n}
     spans = _spans_of(own, list(seen.values()), going) if going else []
     made = _Waiting(own, seen, spans) if spans else _InWaves(own, seen)
-    made.add_all([*_waves(len(plans))])
+    made.add_all([*_waves(len(plans), MOST)])
     return Rounds(tuple(made.regions), tuple(made.rounds))
 
 
@@ -96,7 +103,7 @@ def backward_rounds_of(
         queries, keys = Span(begin, own.queries.end), Span(cut, own.keys.end)
         last = replace(own, queries=queries, keys=keys)
     made = _InWaves(first, {n: x for n, step in enumerate(plans[rank]) for x in step.parts if n})
-    made.add_all([*_waves(len(plans))])
+    made.add_all([*_waves(len(plans), WAVE)])
     if last is not None:
         made.rounds.append(Round((), None, (last,)))
     return Rounds(tuple(made.regions), tuple(made.rounds))
@@ -120,12 +127,13 @@ def _has_rounds(steps: Sequence[Step]) -> bool:
     )
 
 
-def _waves(ranks: int) -> Iterator[tuple[int, ...]]:
+def _waves(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
     """Steps whose keys are asked for together: the first alone, since nothing but a rank's own keys
-    is computed beside it."""
-    yield (1,)
-    for begin in range(2, ranks, WAVE):
-        yield tuple(range(begin, min(begin + WAVE, ranks)))
+    is computed beside it, then twice as many each time, up to `most`, beside those before."""
+    begin, size = 1, 1
+    while begin < ranks:
+        yield tuple(range(begin, min(begin + size, ranks)))
+        begin, size = begin + size, min(2 * size, most)
 
 
 def _spans_of(own: Part, others: Sequence[Part], going: int) -> list[Span]:
@@ -198,10 +206,10 @@ class _Waiting(_InWaves):
 
     def add_all(self, waves: Sequence[tuple[int, ...]]) -> None:
         alone = [x for x in self._waits if not any(self._shows(n, x) for n in self.seen)]
-        parts = [self._over_own(x, self.own.keys, self.own.keys) for x in (self._goes, *alone)]
-        self.rounds.append(Round((), None, tuple(parts)))
+        goes = self._over_own(self._goes, self.own.keys, self.own.keys)
+        self.rounds.append(Round((), None, (goes,)))
         waits = [x for x in self._waits if x not in alone]
-        own_keys = max(len(self._own_keys(x)) for x in waits)
+        own_keys = max(len(self._own_keys(x)) for x in self._waits)
         for number, group in enumerate(self._groups(waves)):
             (*_, last), first = group, number == 0
             places = self._region(group, own=own_keys if first else 0)
@@ -210,6 +218,9 @@ class _Waiting(_InWaves):
                 steps = self._of(wave)
                 found = [self._part(self._goes, self._around(places, steps))] if steps else []
                 found += [self._of_waiting(x, places) for x, end in ends.items() if end == wave]
+                if first and wave == last:  # tiles of few keys fill what those of many leave
+                    own = places[OWN]
+                    found += [self._over_own(x, own, own) for x in alone]
                 self._add(wave, found)
 
     def _last(

@@ -158,8 +158,9 @@ def _by_parts(
     running = Running.before(q, v, call.sums, sink, call.used)
     running.is_begun = begun and len(call.sequences) == 1
     marks = iter(rows_of_parts)
-    rounds = isinstance(call.messages, Around) and call.messages.rounds is not None
-    lanes = Lanes(q, q.shape[1], rounds and running.begins(call.features.joins, q.dtype))
+    rounds = call.messages.rounds if isinstance(call.messages, Around) else None
+    several = rounds is not None and running.begins(call.features.joins, q.dtype)
+    lanes = Lanes(q, 0 if rounds is None else rounds.cut, several)
     with lanes:
         for visits in forward_rounds(call.messages, k, v):
             lanes.begin()
@@ -304,7 +305,7 @@ class Gradients:
             if summed is not None:
                 found[part.sequence] = summed
                 continue
-            own = _of_rows(merged, rows.queries, part.queries)
+            own = merged.of_rows(rows.queries, part.queries)
             made = backward_part(self.call.features, part, rows, read, own)
             self.add_queries(q, rows.queries, part.queries, made["dq"])
             own_keys = made["dk"], made["dv"]
@@ -347,7 +348,7 @@ class Gradients:
         rows = self.call.sequences[part.sequence]
         if part.sequence not in self.row_sums:
             whole = rows.queries.all_of(q)
-            of_all = _of_rows(merged, rows.queries, Span(0, whole.shape[1]))
+            of_all = merged.of_rows(rows.queries, Span(0, whole.shape[1]))
             self.row_sums[part.sequence] = RowSums(
                 whole, of_all.out, of_all.lse, of_all.d_out, of_all.dlse
             )
@@ -386,14 +387,3 @@ class Gradients:
         for total, x in zip(totals, (dk, dv), strict=True):
             total[:, begin:end].add_(x)
         return totals
-
-
-def _of_rows(merged: Merged, rows: Rows, span: Span) -> Merged:
-    """The merged results of a part's rows."""
-    dlse = merged.dlse
-    return Merged(
-        rows.of(merged.out, span),
-        rows.of_heads(merged.lse, span),
-        rows.of(merged.d_out, span),
-        None if dlse is None else rows.of_heads(dlse, span).contiguous(),
-    )

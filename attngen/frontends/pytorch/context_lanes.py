@@ -19,12 +19,14 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 class Lanes:
-    """The current stream for queries that go on with each round, up to the last one, and another
-    one for those that wait, which are others. When a `with` of it ends, the current stream waits
-    for both, whatever was raised: outputs are its memory. rows: of the rank's queries."""
+    """The current stream for queries that go on with each round, which begin at `cut`, and another
+    one for the last of those that wait, which end there. Others that wait are on the current one,
+    too, behind whatever goes on: they see fewer keys, and fill what tiles of many leave. When a
+    `with` of it ends, the current stream waits for both, whatever was raised: outputs are its
+    memory."""
 
-    def __init__(self, q: Tensor, rows: int, several: bool) -> None:
-        self._rows = rows
+    def __init__(self, q: Tensor, cut: int, several: bool) -> None:
+        self._cut = cut
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if several and q.is_cuda:
             self._streams = torch.cuda.current_stream(q.device), _stream_of(q)
@@ -38,7 +40,7 @@ class Lanes:
     @contextmanager
     def of(self, queries: Span, keys: Pair) -> Iterator[None]:
         """The stream for a part of these queries, which reads these keys."""
-        if self._streams is None or queries.end == self._rows:
+        if self._streams is None or queries.end != self._cut:
             yield
             return
         _, beside = self._streams
