@@ -1,4 +1,5 @@
-"""Callables within transforms of torch.func: kernels serve them as they serve each call alone."""
+"""Callables within transforms of torch.func, and in checkpoints: kernels serve them as they serve
+each call alone."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import attngen
 
@@ -59,3 +61,18 @@ def test_functions_that_read_what_is_transformed_are_left_to_the_reference() -> 
     leaf = heat.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(loss(leaf), leaf)
     torch.testing.assert_close(grad(loss)(heat), wanted, rtol=0.05, atol=0.05)
+
+
+def test_checkpoints_make_scores_anew_with_gradients_of_what_they_captured() -> None:
+    operands = [x.requires_grad_() for x in oracle.operands(2, 2, 2, 40, 40, 64)]
+    leaf = TABLE.to(oracle.DEVICE).requires_grad_()
+    given = mods(leaf)["both"]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attngen.attention(q, k, v, backend="cuda", deterministic=True, **given)
+        return out.float().square().sum()
+
+    wanted = torch.autograd.grad(loss(*operands), [*operands, leaf])
+    kept = checkpoint(loss, *operands, use_reentrant=False)
+    found = torch.autograd.grad(kept, [*operands, leaf])
+    assert all(map(torch.equal, found, wanted))
