@@ -62,9 +62,9 @@ REFUSED = {
     "a tiny softcap": (lambda: plain(softcap=1e-39), "softcap"),
     "a learned scale": (lambda: plain(softmax_scale=torch.tensor(0.2).requires_grad_()), "scale"),
     "gradients of wide heads": (lambda: training(1, 2, 2, 1, 9, 576), "head dims above 512"),
-    "wide keys of narrow values": (
-        lambda: dict(zip("qkv", oracle.operands(1, 4, 2, 130, 64, 320, 64), strict=True)),
-        "beside head dims above 256",
+    "wide values": (
+        lambda: dict(zip("qkv", oracle.operands(1, 4, 2, 130, 64, 320, 520), strict=True)),
+        "head_dim_v 520",
     ),
     "gradients of a float32 output": (
         lambda: training(1, 2, 2, 9, 9, 64, out_dtype=torch.float32),

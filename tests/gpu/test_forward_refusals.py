@@ -52,7 +52,7 @@ OPERANDS = {
     "k head dim": (lambda: {"k": make(2, 7, 2, 72)}, "head dim"),
     "head dim": (lambda: {"q": make(2, 9, 4, 580), "k": make(2, 7, 2, 580)}, "head_dim"),
     "head dim of a prompt": (
-        lambda: {"q": make(2, 99, 4, 264), "k": make(2, 7, 2, 264)},
+        lambda: {"q": make(2, 99, 4, 584), "k": make(2, 7, 2, 584)},
         "head_dim",
     ),
     "v head dim": (lambda: {"v": make(2, 7, 2, 520)}, "head_dim_v"),
