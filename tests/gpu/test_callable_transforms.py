@@ -50,6 +50,22 @@ def test_transforms_run_kernels_and_change_nothing(name) -> None:
         assert all(torch.equal(one[n], other) for one, other in zip(gradients, wanted, strict=True))
 
 
+def test_masks_of_each_sample_beside_a_function_are_right() -> None:
+    operands = [torch.stack([x, -x]) for x in oracle.operands(2, 2, 2, 20, 20, 64)]
+    steps = torch.tensor((3, 4), device=oracle.DEVICE).view(2, 1, 1, 1, 1)
+    shown = torch.arange(20, device=oracle.DEVICE) % steps > 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+        given: dict[str, Any] = {"mask_mod": lambda b, h, i, j: (2 * i + j + b) % 5 != 0}
+        out: Tensor = attngen.attention(q, k, v, attn_mask=shown, **given)
+        return out
+
+    found = vmap(attend)(*operands, shown)
+    for n, own in enumerate(zip(*operands, shown, strict=True)):
+        wanted = attend(*own)
+        torch.testing.assert_close(found[n], wanted, rtol=0.02, atol=0.02)
+
+
 def test_functions_that_read_what_is_transformed_are_left_to_the_reference() -> None:
     q, k, v = oracle.operands(1, 2, 2, 20, 20, 64)
     heat = torch.ones(2, device=oracle.DEVICE)

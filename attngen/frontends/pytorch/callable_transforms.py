@@ -13,10 +13,13 @@ from .torch_private import has_transforms, is_wrapped, untransformed
 
 
 def pass_by(call: AttentionCall) -> bool:
-    """Whether no transform is on, or each leaves alone what the functions of a call read."""
+    """Whether no transform is on, or each leaves alone what the functions of a call read, and the
+    mask that what they show is joined with."""
     if not has_transforms():
         return True
     if untransformed is None or routing.CHECK_VALUES or call.block_mask is not None:
+        return False
+    if call.mask_mod is not None and call.attn_mask is not None and is_wrapped(call.attn_mask):
         return False
     return all(map(_reads_plain_tensors, filter(callable, (call.score_mod, call.mask_mod))))
 

@@ -365,4 +365,11 @@ def test_kernels_are_not_asked_where_others_have_to_see_the_call() -> None:
             return torch.tensor(may(x, score_mod=lambda s, b, h, i, j: s + x[0, 0, 0]))
 
         assert not torch.vmap(reads)(q).any()
+
+        def joins(x: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:  # as is what it is beside
+            return torch.tensor(may(x, mask_mod=lambda b, h, i, j: i >= j, attn_mask=shown))
+
+        shown = torch.ones(1, 1, 1, 4, dtype=torch.bool)
+        assert not torch.vmap(joins)(q, shown).any()
+        assert torch.vmap(joins, (0, None))(q, shown[0]).all()
     assert not may(q), "no kernels on a CPU"
