@@ -88,7 +88,7 @@ def spec_of(tmp_path: Path):
     [
         ('score_mod = "python:mods.py:softcap"', {"softcap": True}),
         ('score_mod = "python:mods.py:alibi"', {"alibi": True}),
-        ('mask_mod = "python:mods.py:sliding"', {"window": True}),
+        ('mask_mod = "python:mods.py:sliding"', {"mask": "causal", "window": True}),
         ('mask_mod = "python:mods.py:causal"', {"mask": "causal"}),
         ('score_mod = "python:mods.py:added"', {"bias": "post_scale"}),
         (

@@ -111,12 +111,15 @@ class Promotion:
 @dataclass(frozen=True)
 class Step:
     """One block's step. template_parameters, returned: C++. bits_before_products,
-    bits_behind_products: where an arbitrary mask's bits are loaded."""
+    bits_behind_products: where an arbitrary mask's bits are loaded. lines_before_products,
+    lines_ahead: whether lines of scores are made of the block at hand, or of the one behind it."""
 
     template_parameters: str
     returned: str
     bits_before_products: bool
     bits_behind_products: bool
+    lines_before_products: bool
+    lines_ahead: bool
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,8 @@ def step_of(problem: Problem, plan: Plan, scores: Scores) -> Step:
         returned="bool" if scores.skips_faint else "void",
         bits_before_products=problem.attn_mask and held,
         bits_behind_products=problem.attn_mask and not held,
+        lines_before_products=scores.keeps_lines and problem.listed,
+        lines_ahead=scores.keeps_lines and not problem.listed,
     )
 
 
