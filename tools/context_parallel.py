@@ -343,6 +343,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, help="of check and bench; default: all of the host")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     if options.what == "simulate":
         lines = []
         for shape, sequences, ranks in product(options.shapes, (1, PACKED), SIMULATED):

@@ -36,11 +36,15 @@ PATIENCE = 20  # seconds that a stopped part has for its report
 
 
 def gpu_names() -> list[str]:
-    """Numbers of the GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    """Numbers of the GPUs, as CUDA_VISIBLE_DEVICES names them; none where the driver's tool finds
+    none."""
     if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return given.split(",")
-    lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return [str(number) for number in range(lines.count("GPU "))]
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [str(number) for number in range(found.stdout.count("GPU "))]
 
 
 def tests_command(tests: Sequence[str], workers: int, junit: Path) -> list[str]:
@@ -107,14 +111,14 @@ def finish(parts: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
             part.wait()
 
 
-def run(options: argparse.Namespace) -> int:
-    """The whole run; the exit status of tools/gpu_results.py."""
+def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
+    """The whole run on these GPUs; the exit status of tools/gpu_results.py."""
     logs: Path = options.logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     if options.target:
         os.environ[target.VARIABLE] = options.target
     tests = [*options.tests, *([f"--each={options.each}"] if options.each else [])]
-    gpus, began = gpu_names(), time.monotonic()
+    began = time.monotonic()
     deadline = began + options.limit
     builders = enumerate(build_commands(tests, len(os.sched_getaffinity(0))), 1)
     finish([start(each, gpus, logs / f"build-{n}.txt") for n, each in builders], deadline)
@@ -146,7 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", choices=target.names(), help="whose kernels run on this GPU")
     parser.add_argument("--each", type=int, metavar="N", help="sets of parameters of each test")
     parser.add_argument("--no-sanitizers", dest="sanitizers", action="store_false")
-    return run(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    if not (gpus := gpu_names()):
+        parser.error("needs a CUDA device, and nvidia-smi names none")
+    return run(options, gpus)
 
 
 if __name__ == "__main__":

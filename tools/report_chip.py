@@ -32,7 +32,7 @@ from tools import gpu_suite  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
 SCHEMA = 2
-SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8", "learned")
+SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8", "learned", "wide")
 TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in SUBJECTS)
 CASES = "b4-s4k-*,b1-s16k-*"
 GRADIENTS = "b4-s4k-*"  # whose check in float64 takes little memory, too: 20 GB at 16k
@@ -126,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
+    if not (folder := options.output.absolute().parent).is_dir():
+        parser.error(f"--output: there is no directory {folder}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exits, seconds = {}, {}

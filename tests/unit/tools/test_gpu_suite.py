@@ -78,6 +78,16 @@ def test_a_named_target_is_run_and_recorded(monkeypatch, tmp_path: Path) -> None
     assert told[0][-4:] == ["--target", "sm_90", "--output", "found.json"]
 
 
+def test_nothing_runs_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", "")  # where no tool of a driver is
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["-o", str(tmp_path / "x.json"), "--logs", str(tmp_path / "logs")])
+    assert "nvidia-smi names none" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 @pytest.fixture
 def deaf() -> Iterator[None]:
     """Interrupts are ignored, as in the background of a script."""

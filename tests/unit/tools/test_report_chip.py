@@ -24,6 +24,9 @@ def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
         assert f"--shard={number}/3" in command
         assert all((ROOT / each).is_file() and each in command for each in report_chip.TESTS)
     assert len(found["tests"]) == 3
+    there = (ROOT / "tests/gpu").glob("test_*.py")
+    of_any_chip = {each for each in there if "any_chip" in each.read_text()}
+    assert {ROOT / each for each in report_chip.TESTS} == of_any_chip
     assert len(workloads.select(report_chip.CASES.split(","))) >= 8
     assert len(workloads.select(report_chip.GRADIENTS.split(","))) >= 4
     decodes = workloads.select_named(report_chip.DECODES.split(","), decode_report.CASES)
@@ -73,6 +76,15 @@ def test_main_writes_the_file_whatever_failed(
     assert ran == [*["pytest"] * 2, *["attngen"] * 3]
     assert ("two" in capsys.readouterr().out) == bool(status)
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
+
+
+def test_a_place_without_a_directory_is_known_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report_chip, "missing", lambda: None)
+    with pytest.raises(SystemExit):
+        report_chip.main(["-o", str(tmp_path / "none" / "x.json")])
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
