@@ -41,7 +41,13 @@ def bent(device: torch.device) -> ScoreMod:
     return score
 
 
-MODS = {each.__name__: each for each in (relative, capped, bent)}
+def waved(device: torch.device) -> ScoreMod:
+    """Waves along keys and distances, of many turns."""
+    phase = torch.linspace(0, 40, KEYS, device=device)
+    return lambda s, b, h, i, j: s * torch.cos(phase[j]) + torch.sin((i - j) * 0.37 + h)
+
+
+MODS = {each.__name__: each for each in (relative, capped, bent, waved)}
 
 
 def check(
@@ -77,6 +83,15 @@ def test_score_mods_beside_masks_scores_and_dropout_are_right(name, d) -> None:
     check((q, k, v), mod, mask="causal_bottom_right", bias=bias)
     seed = torch.tensor([7, 0], device=oracle.DEVICE)
     check((q, k, v), mod, dropout_p=0.25, rng_state=seed, deterministic=True)
+
+
+@pytest.mark.parametrize("d", [64, 192])
+def test_scores_that_fall_beside_dropout_are_right(d) -> None:
+    def turned(s, b, h, i, j):
+        return torch.where((i + j) % 2 == 0, s, -s)
+
+    seed = torch.tensor([7, 0], device=oracle.DEVICE)
+    check(oracle.operands(1, 2, 1, 40, 70, d), turned, dropout_p=0.25, rng_state=seed)
 
 
 @pytest.mark.slow

@@ -44,13 +44,17 @@ class Alias:
     struct: str
 
 
+RISING = frozenset({"softcap"})  # scores that bend, whose derivatives are never negative
+
+
 @dataclass(frozen=True)
 class ScoresView:
     """Scores between their products and the softmax.
 
     list: the scores of which the kernel makes weights, in the units of products; None where there
     are none. scaled_list: the scores of rows whose LSE shows no sum, scaled; None without a bias.
-    bend: whether the derivative of some score is not 1. tile: the parameter of the tensor that
+    bend: whether the derivative of some score is not 1; signed: whether it may be negative, so that
+    a weight times it says by no sign whether it is dropped. tile: the parameter of the tensor that
     scores read in tiles, a bias; None without one. added: whether a tile's elements are added to
     products, and nothing bends scores, so that the list comes before any is hidden; listed: whether
     weights are made by way of the list otherwise.
@@ -59,6 +63,7 @@ class ScoresView:
     list: ScoreListView | None
     scaled_list: ScoreListView | None
     bend: bool
+    signed: bool
     tile: str | None
     added: bool
     listed: bool
@@ -93,6 +98,7 @@ def scores_view(
         list=score_list_view(scores, masks, gradient=True) if weighed else None,
         scaled_list=scaled if tile else None,
         bend=bend,
+        signed=any(not (use.fragment.additive or use.fragment.name in RISING) for use in scores),
         tile=tile,
         added=tile is not None and not bend,
         listed=bool(scores) and (tile is None or bend),

@@ -6,6 +6,7 @@ import math
 import random
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from attngen.fragments import features
 from attngen.frontends.pytorch import callables, learned
 from attngen.kernels.mma_sync.backward import plan as of_warps
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.backward.plan import OF_LEARNED, LearnedPlan
+from attngen.kernels.wgmma.backward.plan import OF_KEYS, OF_LEARNED, LearnedPlan
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.resolve import resolve
 from attngen.targets.target import TARGETS
@@ -54,6 +55,16 @@ def plan_of(problem: Any) -> LearnedPlan:
     (found,) = [each for each in plans(problem, "sm_90a") if each.family == OF_LEARNED]
     assert isinstance(found, LearnedPlan)
     return found
+
+
+def test_weights_times_slopes_of_functions_do_not_say_by_their_sign_that_they_are_dropped() -> None:
+    """Which may be negative themselves; those of a softcap are not."""
+    for fields, capped in (({}, False), ({"softcap": True}, True)):
+        problem = problem_of(head_dim=192, dropout=True, **fields)
+        problem = replace(problem, scores=("softcap",)) if capped else problem
+        (found,) = [each for each in plans(problem, "sm_90a") if each.family == OF_KEYS]
+        source = render_problem(problem, found).text
+        assert ("slopes[i] |= packed[i] & 0x80008000u" in source) == capped
 
 
 def test_kernels_fit_beside_everything_and_there_are_none_of_scores_that_learn_nothing() -> None:

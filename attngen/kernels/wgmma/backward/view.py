@@ -231,7 +231,7 @@ def dkv_view(
 ) -> DkvView:
     """Decide what dkv.cu.j2 renders. uses: its fragments by role."""
     fields = main_fields(problem, plan, kernel, uses, root)
-    bend = fields["scores"].bend
+    bend, signed = fields["scores"].bend, fields["scores"].signed
     follows_heads = problem.dropout or problem.attn_mask or plan.kept_rows > 0
     steps = (plan.tile.m // MMA_DEPTH,)
     columns, columns_v = cta_columns(problem)
@@ -246,7 +246,7 @@ def dkv_view(
         stages=plan.q_stages,
         one_consumer=columns == columns_v,
         slopes_type="Packed&" if problem.dropout else "const Packed&",
-        marks_slopes=problem.dropout and bend,
+        marks_slopes=problem.dropout and bend and not signed,
         follows_heads=follows_heads,
         heads_matter=follows_heads or bool(problem.scores),
         arrivals=DkvArrivals(32, 33, 32) if problem.gather else DkvArrivals(1, 1, 1),
