@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ...call import kept_ds
 from ...call.kernel_choice import Device
 from ...call.prepare_backward import PreparedBackward
 from ...call.prepared import PreparedCall, refuse_addresses
@@ -55,8 +56,8 @@ def _make_site(text: bytes, device: int) -> Site:
     if scratch_of(prepared) != program.scratch:
         raise LaunchError(
             f"a program with {program.scratch} bytes of scratch needs {scratch_of(prepared)} on "
-            f"device {device}, which has other multiprocessors than that it was made for: trace it "
-            "where such a device is"
+            f"device {device}: it was made for one with other multiprocessors, or under another "
+            f"{kept_ds.VARIABLE}. Trace it where and as it runs"
         )
     read: tuple[int, ...] = ()
     if isinstance(prepared, PreparedBackward):

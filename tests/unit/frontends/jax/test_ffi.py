@@ -186,7 +186,7 @@ def test_gradients_have_a_workspace_behind_the_counter(launched: list[Any]) -> N
     assert named["d"] - named["workspace"] == site.prepared.offsets["d"]
     other = Program.parse(text)
     wrong = Program(*[*vars(other).values()][:-1], other.scratch + COUNTER_BYTES)
-    with pytest.raises(LaunchError, match="trace it where such a device is"):
+    with pytest.raises(LaunchError, match="Trace it where and as it runs"):
         handler.find_site(wrong.text.encode(), 0)
 
 
