@@ -18,9 +18,11 @@ class MmaBiasView(RowsView):
 
     sloped: whether weights are times derivatives of scores that come behind the bias. unit: what
     makes scaled scores of products. ptx: types of operands in 8 bits, of which there are none.
+    drops_by_bits: whether bits say what is dropped, as signs of such weights do not.
     """
 
     sloped: bool
+    drops_by_bits: bool
     unit: str = "p.scale"
     ptx: None = None
 
@@ -41,5 +43,6 @@ def bias_view(
         **fields,
         headers=headers_of(problem),
         sloped=before_scale and fields["scores"].bend,
+        drops_by_bits=problem.dropout and before_scale and fields["scores"].signed,
         factor=f"{scale} * p.keep_scale" if problem.dropout else scale,
     )

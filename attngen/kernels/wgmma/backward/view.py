@@ -60,10 +60,12 @@ class DqView(MainView):
     of no sequence are filled. fetch: how rows come. dq_steps: of the product that adds a block to
     dQ. dq: the gradient. dq_factor: what its sums are multiplied by. first_key_block,
     next_key_block: the first block of keys that a tile visits, and from one to the next;
-    begin_of_keys: the first where it is known.
+    begin_of_keys: the first where it is known. drops_by_bits: whether bits say what is dropped, as
+    signs do not.
     """
 
     varlen: bool
+    drops_by_bits: bool
     jobs: JobsView
     stores_rows: bool
     gaps: tuple[Gap, ...]
@@ -171,13 +173,15 @@ def dq_view(
 ) -> DqView:
     """Decide what dq.cu.j2 renders. uses: its fragments by role."""
     ahead = "from<kTileN>"
+    fields = main_fields(problem, plan, kernel, uses, root)
     return DqView(
-        **main_fields(problem, plan, kernel, uses, root),
+        **fields,
         headers=main_headers(problem, pairs=plan.pairs),
         mask_tensor="mask_rows" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.n),
         fetch=fetch_of(plan),
         varlen=problem.varlen,
+        drops_by_bits=problem.dropout and fields["scores"].signed,
         jobs=jobs_view(problem, plan, "QueryLoader{p, smem}", idle_warp=1),
         stores_rows=problem.gather or problem.wide_gradients,
         gaps=gaps_of(problem, plan),

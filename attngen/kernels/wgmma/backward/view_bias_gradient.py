@@ -25,15 +25,17 @@ class BiasGradientView(MainView):
     stages: buffers for queries with keys, and for output gradients with values, in turn.
     stage_arrivals: arrivals at the barrier of a stage, beside bytes. sloped: whether weights are
     times derivatives of scores: a bias inside a score that bends has dS times the derivatives of
-    what comes after it for its gradient, one that is added last dS itself. factor: what sums are
-    multiplied by. ptx: types of operands in 8 bits, None of others. gradient_product: of output
-    gradients and values; gradient: what it is for dP, at index `i`. unit: what makes scaled
-    scores of products. boxes: arguments of a load of boxes.
+    what comes after it for its gradient, one that is added last dS itself. drops_by_bits: whether
+    bits say what is dropped, as signs of such weights do not. factor: what sums are multiplied by.
+    ptx: types of operands in 8 bits, None of others. gradient_product: of output gradients and
+    values; gradient: what it is for dP, at index `i`. unit: what makes scaled scores of products.
+    boxes: arguments of a load of boxes.
     """
 
     stages: int
     stage_arrivals: int
     sloped: bool
+    drops_by_bits: bool
     factor: str
     ptx: PtxTypes | None
     gradient_product: str
@@ -57,6 +59,7 @@ def bias_gradient_view(
         stages=plan.stages,
         stage_arrivals=COPYING_ARRIVALS if problem.gather else 1,
         sloped=before_scale and fields["scores"].bend,
+        drops_by_bits=problem.dropout and before_scale and fields["scores"].signed,
         factor=f"{scale} * p.keep_scale" if problem.dropout else scale,
         ptx=None,
         gradient_product="ScoreMma",
