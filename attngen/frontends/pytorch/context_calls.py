@@ -32,8 +32,8 @@ from .context_plans import (
     launches_around,
     launches_over_all,
     parts_of,
-    plans_of,
     queries_going_on,
+    steps_around,
 )
 from .context_service import NO_KERNELS, service_of
 from .context_together import AroundTogether, GatheredTogether
@@ -271,12 +271,7 @@ def _around(
     """The messages of keys that come from one rank after another, and the launches that read them,
     None for parts alone. Raises: SpecError where parts compare stripes."""
     lengths, bands = asked.planned, asked.bands
-    plans = plans_of(order, lengths, bands, asked.by_position)
-    if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
-        raise SpecError(
-            f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
-            "kernel does. Use stripe=1, or comm='a2a'."
-        )
+    plans = steps_around(order, lengths, bands, asked.by_position)
     whole = (ranks.group, ranks.rank, plans, sequences)
     if form is not None and asked.packed:
         together, sent = launches_around(order, ranks.rank, lengths, bands, form)

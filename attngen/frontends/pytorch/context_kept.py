@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
+KEPT = 32
 
 
 class OnDevice(Generic[T]):
@@ -43,3 +45,19 @@ def on_device(most: int) -> Callable[[Callable[..., T]], OnDevice[T]]:
         return OnDevice(make, most)
 
     return kept
+
+
+@on_device(KEPT)
+def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers of a host as int32 on a device."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def numbers_on(given: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Lengths as a call on a device reads them: copied once where the host has them, so that a
+    graph may capture the call."""
+    if isinstance(given, Tensor) and (given.device == device or torch.compiler.is_compiling()):
+        return given.to(device)
+    numbers = given.tolist() if isinstance(given, Tensor) else given
+    return _numbers(tuple(map(int, numbers)), device)

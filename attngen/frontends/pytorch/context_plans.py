@@ -16,6 +16,7 @@ from ...call.context_packed import Sent, Together, sent_of
 from ...call.context_rounds import Rounds, backward_rounds_of, rounds_of
 from ...call.context_steps import Length, Part, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
+from ...errors import SpecError
 from .context_kept import on_device
 
 PLANS_KEPT, INDICES_KEPT = 256, 32
@@ -31,6 +32,20 @@ def plans_of(
     given = bands._asdict()
     ranks = range(order.ranks)
     return tuple(steps_of(order, r, lengths, by_position=by_position, **given) for r in ranks)
+
+
+def steps_around(
+    order: Order, lengths: tuple[Length, ...], bands: Bands, by_position: bool
+) -> tuple[tuple[Step, ...], ...]:
+    """The steps of every rank, whose parts have kernels. Raises: SpecError where the order has
+    none, or parts compare stripes."""
+    plans = plans_of(order, lengths, bands, by_position)
+    if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
+        raise SpecError(
+            f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
+            "kernel does. Use stripe=1, or comm='a2a'."
+        )
+    return plans
 
 
 @lru_cache(PLANS_KEPT)

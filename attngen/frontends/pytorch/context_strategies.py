@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...call.context_checks import AXES
 from ...call.context_order import AnyOrder, Order, order_of
-from ...call.context_steps import is_aligned
 from ...errors import SpecError
 from ...io.text import suggestion
 from ...reference.dropout import draw_rng_state
@@ -34,15 +33,14 @@ from .context_calls import (
     sink_of,
     slopes_of,
 )
+from .context_choice import COMMS, Comm, against_heads, chosen, ends_at_keys
 from .context_function import ContextAttention
 from .context_heads import Exchange, Exchanged, Tokens, outer_order
+from .context_kept import numbers_on
 from .context_storage import stored_of
 
 _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
 _exchanged: Callable[..., Tensor] = Exchanged.apply
-Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
-COMMS: tuple[str, ...] = get_args(Comm)
-LONG, FEW_KEYS = 16384, 4  # positions of a rank, and heads of queries for one of keys, for `auto`
 
 
 def attention(
@@ -107,12 +105,12 @@ def _attend_spread(
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """The call by a strategy. Raises: SpecError, which names the strategy that can."""
     if comm == "auto":
-        comm = _fastest(asked, order, outer.size)
+        comm = chosen(asked, order, outer.size)
     if comm == "a2a":
-        if reasons := _against_heads(asked, outer.size):
+        if reasons := against_heads(asked, outer.size):
             raise SpecError(reasons)
         inner, outer = outer, Ranks(None, 1, 0)
-    if inner is not None and comm == "a2a+p2p" and (found := _against_heads(asked, inner.size)):
+    if inner is not None and comm == "a2a+p2p" and (found := against_heads(asked, inner.size)):
         raise SpecError(found)
     state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.size > 1])
     if inner is None:
@@ -194,9 +192,8 @@ def _of_whole(
     given = dict(asked.given)
     names = (*BANDS, *NUMBERS, *LENGTHS, "softmax", "backend", "deterministic")
     found = {name: given[name] for name in names if name in given}
-    found = {
-        name: x.to(asked.q.device) if isinstance(x, Tensor) else x for name, x in found.items()
-    }
+    device = asked.q.device
+    found |= {name: numbers_on(found[name], device) for name in LENGTHS if name in found}
     if found.get("bias_type") == "alibi":
         del found["bias_type"]
     if given.get("softmax") == "learnable":
@@ -220,56 +217,7 @@ def _of_whole(
 def _positions_of(asked: Asked, first_head: int) -> tuple[int, ...]:
     """The positions of whole sequences of some heads."""
     first, *_ = asked.lengths
-    return 0, 0, first.kv - first.q if _is_aligned(asked) else 0, first_head
-
-
-def _is_aligned(asked: Asked) -> bool:
-    """Whether the diagonal ends where the keys do."""
-    given = asked.given.get("bottom_right")
-    return is_aligned(asked.given.get("mask", "none"), None if given is None else bool(given))
-
-
-def _fastest(asked: Asked, order: Order, ranks: int) -> Comm:
-    """Choose what took least time on two H200s over NVLink, in causal calls of models' shapes
-    (docs/results/context-parallel.json): one after another, but for long calls of two kinds.
-
-    Few keys for many queries are soon gathered, but their gradients have all ranks' rows to add up.
-    As many heads of keys as of queries are much to send, to and fro, beside a share of them. Of
-    sequences with lengths of their own parts are launches each, but where heads are exchanged.
-    """
-    q, k, v = asked.q, asked.k, asked.v
-    if len(asked.lengths) > 1 and not _against_heads(asked, ranks):
-        return "a2a"
-    if q.shape[1] < LONG:
-        return "p2p"
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    heads, heads_kv = q.shape[2], k.shape[2]
-    if not differentiated:
-        gathered = heads >= FEW_KEYS * heads_kv and order.name != "striped"
-        return "all_gather" if gathered else "p2p"
-    return "a2a" if heads == heads_kv and not _against_heads(asked, ranks) else "p2p"
-
-
-def _against_heads(asked: Asked, ranks: int) -> list[str]:
-    """Why ranks cannot exchange positions for heads."""
-    heads, heads_kv = asked.q.shape[2], asked.k.shape[2]
-    reasons = []
-    if heads % ranks or heads_kv % ranks:
-        reasons.append(
-            f"comm='a2a': {heads} query and {heads_kv} key/value heads do not divide by {ranks} "
-            "ranks. Use comm='p2p' or 'all_gather'."
-        )
-    for name in ("bias", "attn_mask"):
-        if asked.given.get(name) is not None:
-            reasons.append(
-                f"comm='a2a': {name} has the rank's own queries. Use comm='p2p' or 'all_gather'."
-            )
-    if asked.dropout_p > 0 and not asked.uniform and _is_aligned(asked):
-        reasons.append(
-            "comm='a2a': dropout beside lengths and an alignment to the bottom right. Use "
-            "comm='p2p' or 'all_gather'."
-        )
-    return reasons
+    return 0, 0, first.kv - first.q if ends_at_keys(asked) else 0, first_head
 
 
 def _rng_state(asked: Asked, groups: Sequence[Ranks]) -> Tensor | None:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...call.context_order import AnyOrder
+from .context_choice import Comm
 from .context_sdpa import over_group
-from .context_strategies import Comm
 
 
 class ContextParallel(ParallelStyle):

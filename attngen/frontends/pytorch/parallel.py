@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...call.context_order import AnyOrder
+from .context_choice import Comm
 from .context_sdpa import context_parallel
 from .context_sharding import positions, shard, shard_batch, unshard
-from .context_strategies import Comm, attention
+from .context_strategies import attention
 
 if TYPE_CHECKING:
     from .context_style import ContextParallel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attngen.call.context_order import Order
-from attngen.frontends.pytorch import context_calls, context_strategies
+from attngen.frontends.pytorch import context_calls, context_choice
 from tools import context_parallel
 
 RANKS = (2, 4)
@@ -30,7 +30,7 @@ def test_case_is_served_by_its_strategy(ranks: int, case: context_parallel.Case)
     asked = context_calls.asked_of(q, k, v, given, ranks)
     if case.comm.startswith("a2a"):
         inner = context_parallel.INNER if case.comm == "a2a+p2p" else ranks
-        assert not context_strategies._against_heads(asked, inner)
+        assert not context_choice.against_heads(asked, inner)
         return
     place = context_calls.Ranks(None, ranks, ranks - 1)
     features = context_calls.features_of(asked, None, 0, heads)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from attngen.frontends.pytorch.context_kept import on_device
+from attngen.frontends.pytorch.context_kept import numbers_on, on_device
 
 
 def test_what_a_graph_reads_is_never_forgotten() -> None:
@@ -27,3 +27,11 @@ def test_what_a_graph_reads_is_never_forgotten() -> None:
             of(n, device)
         assert plain() is None
         assert read() is not None and of(1, device) is read()
+
+
+def test_lengths_of_a_host_come_to_a_device_once() -> None:
+    given, device = torch.tensor([0, 2, 5]), torch.device("meta")
+    first = numbers_on(given, device)
+    assert first.device == device and first.dtype == torch.int32
+    assert numbers_on([0, 2, 5], device) is first
+    assert numbers_on(given, torch.device("cpu")) is given  # are there

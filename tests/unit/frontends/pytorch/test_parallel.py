@@ -14,12 +14,12 @@ from attngen import SpecError, fp8, parallel
 from attngen.call.context_order import Order
 from attngen.frontends.pytorch import (
     context_calls,
+    context_choice,
     context_heads,
     context_launches,
     context_plans,
     context_sdpa,
     context_sharding,
-    context_strategies,
 )
 from attngen.frontends.pytorch.context_calls import Ranks
 from tests.support.parallel_kit import Case, errors_of
@@ -44,6 +44,7 @@ CASES = [
     Case("a2a", given=DROPPED, learned=("sink",)),
     Case("a2a", "striped", lengths=(8, 16), given={"window": (4, 4)}),
     Case("auto", given=CAUSAL),
+    Case("auto", "striped", given=DROPPED),
     Case("p2p", given=CAUSAL, door="sdpa"),
     *(Case(comm, given=CAUSAL, door="fp8") for comm in ("p2p", "all_gather", "a2a")),
 ]
@@ -126,7 +127,7 @@ def test_orders_and_strategies_are_refused_by_name() -> None:
             context_calls.context_call(asked, order, ranks, gathers, features, torch.float32)
     for heads, given in (((4, 1), {}), ((4, 2), {"attn_mask": torch.ones(12, 24).bool()})):
         asked = context_calls.asked_of(*operands(*heads), given, 2)
-        assert all("Use comm='p2p'" in x for x in context_strategies._against_heads(asked, 2))
+        assert all("Use comm='p2p'" in x for x in context_choice.against_heads(asked, 2))
 
 
 @pytest.fixture
