@@ -5,9 +5,10 @@
 For chips on which no kernel has been run yet (docs/guide/gpus.md): in a checkout, with torch,
 pytest and what compiles (`pip install '.[compile]'`). It runs the tests of kernels by products of
 warps against float64, and times both directions beside PyTorch's own, and decodes; all take ten
-minutes at most, as each part that has not ended by its limit is stopped, and what it has found
-until then counts. The file says which chip and versions these were, what failed with its message,
-and the figures.
+minutes at most, or what --limit says: a part that has not ended when its share of that is over is
+stopped, and what it has found until then counts. What a part does not need is left to the next
+ones. The file says which chip and versions these were, what failed with its message, and the
+figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in SUBJECTS)
 CASES = "b4-s4k-*,b1-s16k-*"
 GRADIENTS = "b4-s4k-*"  # whose check in float64 takes little memory, too: 20 GB at 16k
 DECODES = "b16-*-p64,b1-*-kv64k-p64"  # that fit small memories, too
-LIMITS = {"tests": 330, "speed": 100, "speed_of_gradients": 100, "speed_of_decode": 50}  # seconds
+SHARES = {"tests": 0.57, "speed": 0.17, "speed_of_gradients": 0.17, "speed_of_decode": 0.09}
+LIMIT = 580.0  # seconds of all; a part that is stopped has some more for its report
 MOST_PROCESSES = 8  # that share the tests
 LINES = 4  # of what a command has printed, where it failed
 PROCESS_BYTES = 3 << 30  # of the GPU's memory, for each of them
@@ -63,6 +66,12 @@ def processes() -> int:
     return max(1, min(MOST_PROCESSES, os.cpu_count() or 1, memory // PROCESS_BYTES))
 
 
+def deadlines(began: float, limit: float) -> dict[str, float]:
+    """When each step is stopped, in the seconds of `began`."""
+    parts = accumulate(SHARES.values())
+    return {name: began + limit * part for name, part in zip(SHARES, parts, strict=True)}
+
+
 def commands(folder: Path, parts: int) -> dict[str, list[list[str]]]:
     """Commands to run side by side, by the names of steps; reports are left in the folder.
 
@@ -84,8 +93,8 @@ def commands(folder: Path, parts: int) -> dict[str, list[list[str]]]:
     }
 
 
-def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path) -> int:
-    """Run the commands of a step, no longer than its limit; what they print is in `logs`.
+def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path, deadline: float) -> int:
+    """Run the commands of a step, no longer than its deadline; what they print is in `logs`.
 
     Returns the largest status of them.
     """
@@ -94,7 +103,7 @@ def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path) -> int:
         gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt")
         for number, part in enumerate(parts, 1)
     ]
-    gpu_suite.finish(running, time.monotonic() + LIMITS[name])
+    gpu_suite.finish(running, deadline)
     for number, part in enumerate(running, 1):
         if part.returncode:
             print("\n".join((logs / f"{name}-{number}.txt").read_text().splitlines()[-LINES:]))
@@ -123,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a test failed, or nothing was timed; exits with 2 where nothing can be checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, required=True, help="file")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of all; default: 580")
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
@@ -131,10 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exits, seconds = {}, {}
+        ends = deadlines(time.monotonic(), options.limit)
         for step, parts in commands(folder, processes()).items():
-            print(f"{step}: at most {LIMITS[step]} s …", flush=True)
             began = time.monotonic()
-            exits[step] = run_step(step, parts, folder)
+            print(f"{step}: at most {max(0.0, ends[step] - began):.0f} s …", flush=True)
+            exits[step] = run_step(step, parts, folder, ends[step])
             seconds[step] = round(time.monotonic() - began, 1)
         report = {**collect(folder, exits), "seconds": seconds}
     options.output.write_text(json.dumps(report, indent=1) + "\n")

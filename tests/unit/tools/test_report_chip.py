@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,15 @@ def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
     assert len(decodes) == 2
     for name in ("speed", "speed_of_gradients", "speed_of_decode"):
         assert found[name][0][-1] == str(tmp_path / f"{name}.json")
-    assert list(found) == list(report_chip.LIMITS) and sum(report_chip.LIMITS.values()) < 600
+    assert list(found) == list(report_chip.SHARES)
+
+
+def test_steps_end_in_their_order_within_the_limit() -> None:
+    ends = list(report_chip.deadlines(1000.0, report_chip.LIMIT).values())
+    assert ends == sorted(ends) and ends[0] > 1000
+    assert ends[-1] == pytest.approx(1580)
+    last = list(report_chip.deadlines(0.0, 100.0).values())[-1]
+    assert last == pytest.approx(100)
 
 
 def test_report_joins_what_was_left_and_says_what_was_not(tmp_path: Path) -> None:
@@ -71,8 +80,11 @@ def test_main_writes_the_file_whatever_failed(
     monkeypatch.setattr(report_chip, "processes", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     monkeypatch.setattr(report_chip.gpu_suite, "start", start)
-    monkeypatch.setattr(report_chip.gpu_suite, "finish", lambda parts, deadline: None)
-    assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
+    ends: list[float] = []
+    monkeypatch.setattr(report_chip.gpu_suite, "finish", lambda parts, end: ends.append(end))
+    began = time.monotonic()
+    assert report_chip.main(["-o", str(tmp_path / "x.json"), "--limit", "50"]) == status
+    assert len(ends) == 4 and began < ends[0] < ends[-1] < time.monotonic() + 50
     assert ran == [*["pytest"] * 2, *["attngen"] * 3]
     assert ("two" in capsys.readouterr().out) == bool(status)
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
