@@ -93,7 +93,10 @@ def refusals(
     if not reasons:
         spec = spec if call.num_splits else without_splits(spec, arch)
         reasons += unserved(spec, arch)
-        reasons += unserved(of_backward(spec), arch) if "bwd" in directions else []
+        if "bwd" in directions and arch != DEFAULT.name:
+            backward = of_backward(spec)
+            # What no architecture has `gradient_checks` refuses, in words that hold for all.
+            reasons += [] if find_violations(backward, _FEATURES) else unserved(backward, arch)
     return [*dict.fromkeys(reasons)] + unsplit(call.num_splits or 0, spec.decode)
 
 

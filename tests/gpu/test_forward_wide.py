@@ -114,7 +114,6 @@ def test_forward_wide_joins_what_is_there_in_float32():
     oracle.check(out, None, expected)
 
 
-@pytest.mark.wgmma
 def test_gradient_of_the_widest_heads_is_refused_by_name():
     q, k, v = (x.requires_grad_() for x in case_of(576, 512).operands())
     with pytest.raises(SpecError, match="head dims above 512 have none"):
