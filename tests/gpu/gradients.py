@@ -38,6 +38,7 @@ from attngen.runtime.run_time import UNBOUNDED, Scalars
 from attngen.spec import layouts, resolve
 from attngen.spec.problem import Problem
 
+from ..emulator.device import ARCH
 from . import oracle
 
 NAMES = ("dq", "dk", "dv")
@@ -71,7 +72,7 @@ class Backward:
         left, right = (side if side >= 0 else UNBOUNDED for side in window)
         found = (
             load.load(binary, cubin, device)
-            for binary, cubin in builder.find_kernels(problem, "sm_90a")
+            for binary, cubin in builder.find_kernels(problem, ARCH)
         )
         kernels = without_rivals(tuple(found))
         kept = kept_ds.kept_by(kernels, extents)
@@ -87,7 +88,10 @@ class Backward:
             name: torch.full((size,), GARBAGE, dtype=torch.uint8, device=oracle.DEVICE)
             for name, size in sizes.items()
         }
-        self.workspaces["tile_counter"].zero_()
+        # Kernels that take tiles by turns count them.
+        self.counters = [x for name, x in self.workspaces.items() if name == "tile_counter"]
+        for each in self.counters:
+            each.zero_()
 
     def __call__(self, lse: Tensor, dlse: Tensor | None) -> None:
         """Fills dq, dk and dv. lse, dlse: float32 [b, h_q, s_q], contiguous."""
@@ -99,7 +103,7 @@ class Backward:
         for prepared in self.prepared:
             launch.launch(prepared, addresses, stream)
         torch.cuda.synchronize()
-        assert not self.workspaces["tile_counter"].any(), "the counter must be left at zero"
+        assert not any(x.any() for x in self.counters), "the counter must be left at zero"
 
 
 def reference_gradients(
@@ -185,7 +189,7 @@ def compile_all(problems: Sequence[Problem]) -> None:
 
     def build(problem: Problem) -> None:
         with contextlib.suppress(Exception):  # the test that needs it meets it again
-            build_problem(problem, "sm_90a")
+            build_problem(problem, ARCH)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, dict.fromkeys(problems)))

@@ -13,6 +13,7 @@ from attngen.runtime import launch, load, run_time
 from attngen.runtime.run_time import Extent, Scalars
 from attngen.spec import resolve
 
+from ..emulator.device import ARCH
 from . import oracle
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
     (problem,) = resolve.resolve(spec_of(reader), features.scan())
     ((binary, cubin),) = (
         each
-        for each in builder.find_kernels(problem, "sm_90a")
+        for each in builder.find_kernels(problem, ARCH)
         if each[0].kernel.entry.startswith("mask_pack")
     )
     loaded = load.load(binary, cubin, torch.cuda.current_device())
