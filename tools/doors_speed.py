@@ -6,14 +6,16 @@ Two layers of a stack shaped like a model, random weights, bfloat16: a training 
 backward) and a prompt with its cache of one sequence, and one token of 8 sequences behind a full
 cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
 PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
-own. Medians of interleaved rounds. Training has a process, and inference, of each stack and length,
-short steps one each: all compile at once, then one after another is timed. Compiled code is kept
-where TORCHINDUCTOR_CACHE_DIR says; a run that finds none may need --ready-within of some minutes,
-and leaves out what it does not get ready. --compile does that alone, in stacks as narrow as
-attention leaves them. Three things of peers are mended, as transformers 5.17 has them: the mask of
-a model's own attention, which no graph takes; that of FlexAttention over a fixed cache, whose
-queries move on by one before they are asked where they are; and the sort of one of 128 blocks of
-queries, a kernel that Triton compiles for minutes, which is PyTorch's own sort here.
+own. Medians of interleaved rounds, in each of which the device has work while the first kernels are
+enqueued; a step that waits for the device, or whose host work is the longer, shows it. Training has
+a process, and inference, of each stack and length, short steps one each: all compile at once, then
+one after another is timed. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR says; a run that
+finds none may need --ready-within of some minutes, and leaves out what it does not get ready.
+--compile does that alone, in stacks as narrow as attention leaves them. Three things of peers are
+mended, as transformers 5.17 has them: the mask of a model's own attention, which no graph takes;
+that of FlexAttention over a fixed cache, whose queries move on by one before they are asked where
+they are; and the sort of one of 128 blocks of queries, a kernel that Triton compiles for minutes,
+which is PyTorch's own sort here.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ TOLERANCE = 0.05  # of the norm of what attngen's layers return for a token
 NARROW = {"hidden_size": 64, "intermediate_size": 64}
 COMPILED, GRACE = ("flex",), 10.0  # who compiles for long, and seconds to end that in
 LEAST_MS, MOST_CALLS = 40.0, 20  # of a round
+HEAD_START = 20_000_000  # cycles, some 10 ms, in which a round's first kernels are enqueued
 ROW_SECONDS, MOST_ROUNDS = 2.0, 25  # short steps get more rounds than are asked for
 SCHEMA = 1
 Call = Callable[[], Any]
@@ -181,11 +184,13 @@ class Timed(NamedTuple):
     around: Callable[[], Any]
 
     def milliseconds(self, calls: int) -> float:
-        """The mean time of so many calls."""
+        """The mean time of so many calls, in the midst of a stream of them: the device is busy
+        while the first is enqueued."""
         self.select()
         with self.around():
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HEAD_START)
             start.record()
             for _ in range(calls):
                 self.call()
@@ -252,6 +257,8 @@ class Row:
 
     def measured(self, rounds: int) -> dict[str, Any]:
         """The row: medians of a step, and attngen's rate over the best other's."""
+        gc.collect()
+        gc.freeze()  # what compilation left is not looked through between steps
         counts = {}
         for who, each in self.timed.items():
             once = each.milliseconds(1)
