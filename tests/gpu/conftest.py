@@ -1,6 +1,7 @@
 """GPU tests: who may run them, kernels built before the first, and what to do with a lost GPU.
 
-A test module names the kernels its tests need in `KERNELS`; `Case` parameters name theirs.
+A test module names the kernels its tests need in `KERNELS`, those of problems in `problems()`;
+`Case` parameters name theirs.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +20,14 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec
+from attngen.compiler.builder import build_problem
 from attngen.errors import AttngenError
+from attngen.spec.problem import Problem
 from attngen.targets import target
 from attngen.targets.target import TARGETS, of_capability
 
 from ..emulator import device
-from . import gradients, oracle
+from . import oracle
 from .cases import Case
 
 HANG_SECONDS = 150  # a test takes seconds; a kernel that never ends would hold the GPU for good
@@ -110,14 +112,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         pytest.skip(refused[0].rpartition(": ")[2])  # behind the problem's label
 
 
-def specs_of(items: list[pytest.Item]) -> list[AttentionSpec]:
+def wanted_kernels(items: list[pytest.Item]) -> list[AttentionSpec | Problem]:
     """The kernels that the collected tests need, each once."""
-    found: dict[AttentionSpec, None] = {}
+    found: dict[AttentionSpec | Problem, None] = {}
+    modules: dict[object, None] = {}
     for item in items:
-        module = getattr(item, "module", None)
-        found |= dict.fromkeys(getattr(module, "KERNELS", ()))
+        if has_other_kernels() and item.get_closest_marker("wgmma"):
+            continue
+        modules[getattr(item, "module", None)] = None
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         found |= {value.spec: None for value in parameters if isinstance(value, Case)}
+    for module in modules:
+        found |= dict.fromkeys(getattr(module, "KERNELS", ()))
+        found |= dict.fromkeys(getattr(module, "problems", list)())
     return list(found)
 
 
@@ -130,7 +137,7 @@ def emulator(request: pytest.FixtureRequest) -> Iterator[device.Emulator | None]
     cache = request.config.cache
     assert cache is not None
     host = device.Emulator(cache.mkdir("emulator"))
-    with device.emulated(host), mock.patch.object(gradients, "compile_all"):
+    with device.emulated(host):
         yield host
 
 
@@ -146,31 +153,35 @@ def kernels(request: pytest.FixtureRequest, emulator: device.Emulator | None) ->
     torch.backends.cuda.matmul.allow_tf32 = False  # the float32 reference is float32
     if request.config.getoption("built"):
         return
-    lines = build_all(specs_of(request.session.items))
+    lines = build_all(wanted_kernels(request.session.items))
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.ensure_newline()
         reporter.write_line("\n".join(lines))
 
 
-def build_all(specs: list[AttentionSpec], part: str = "1/1") -> list[str]:
-    """Builds the kernels of specs, or of the part "I/N" of them, on as large a part of the cores;
-    says how many, in what time, and which failed."""
+def build_all(wanted: Sequence[AttentionSpec | Problem], part: str = "1/1") -> list[str]:
+    """Builds these kernels, or the part "I/N" of them, on as large a part of the cores; says how
+    many, in what time, and which failed."""
     start = time.perf_counter()
     index, parts = map(int, part.split("/"))
-    specs = specs[index - 1 :: parts]
+    wanted, arch = wanted[index - 1 :: parts], any_chip() or device.ARCH
     failed = []
 
-    def build(spec: AttentionSpec) -> None:
+    def build(each: AttentionSpec | Problem) -> None:
         try:
-            attngen.build(spec, any_chip() or device.ARCH)
+            if isinstance(each, Problem):
+                build_problem(each, arch)
+            else:
+                attngen.build(each, arch)
         except Exception as error:  # whatever it is, only the tests that need the kernel fail
-            failed.append(f"{spec.title}: {error}")
+            title = each.label if isinstance(each, Problem) else each.title
+            failed.append(f"{title}: {error}")
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // parts)) as pool:
-        list(pool.map(build, specs))
+        list(pool.map(build, wanted))
     seconds = time.perf_counter() - start
-    return [f"{len(specs)} kernels ready in {seconds:.1f} s, {len(failed)} failed", *failed]
+    return [f"{len(wanted)} kernels ready in {seconds:.1f} s, {len(failed)} failed", *failed]
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
@@ -178,7 +189,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     part = session.config.getoption("build_only")
     if part is None:
         return None
-    print("\n".join(build_all(specs_of(session.items), part)), flush=True)
+    print("\n".join(build_all(wanted_kernels(session.items), part)), flush=True)
     return True
 
 

@@ -14,11 +14,9 @@ largest error is a lucky one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ from attngen import AttentionSpec, reference
 from attngen.call import kept_ds
 from attngen.call.operands import extent
 from attngen.compiler import builder
-from attngen.compiler.builder import build_problem
 from attngen.fragments import features
 from attngen.kernels.selection import made_by
 from attngen.runtime import launch, load, run_time
@@ -182,14 +179,3 @@ def backwards_of(spec: AttentionSpec) -> list[Problem]:
         for order in (False, True)
     ]
     return [problem for each in specs for problem in resolve.resolve(each, features.scan())]
-
-
-def compile_all(problems: Sequence[Problem]) -> None:
-    """Builds the kernels into the cache, in parallel; what fails is reported by its tests."""
-
-    def build(problem: Problem) -> None:
-        with contextlib.suppress(Exception):  # the test that needs it meets it again
-            build_problem(problem, ARCH)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, dict.fromkeys(problems)))

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attngen
+from attngen.spec.problem import Problem
 
 from . import cases, gradients, oracle
 from .cases import Case
@@ -48,11 +49,10 @@ def subsets() -> list[tuple[Case, tuple[bool, ...], bool]]:
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Every backward's kernels built before the first test, in parallel."""
+def problems() -> list[Problem]:
+    """Backwards that tests launch."""
     every = [*matrix(), *PLAIN, LONE, *(case for case, *_ in subsets())]
-    gradients.compile_all([each for case in every for each in gradients.backwards_of(case.spec)])
+    return [each for case in every for each in gradients.backwards_of(case.spec)]
 
 
 @pytest.fixture

@@ -111,10 +111,9 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Every set built before the first test, in parallel."""
-    gradients.compile_all([kernels.problem for kernels in SETS])
+def problems() -> list[Problem]:
+    """Backwards that tests launch."""
+    return [kernels.problem for kernels in SETS]
 
 
 @dataclass(frozen=True)

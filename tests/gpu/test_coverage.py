@@ -6,8 +6,9 @@ import pytest
 
 from attngen.fragments import features
 from attngen.spec import coverage
+from attngen.spec.problem import Problem
 
-from . import gradients, kv_cache, variants, varlen
+from . import kv_cache, variants, varlen
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .variants import Variant
@@ -79,10 +80,10 @@ MEMBERS = [(m, call_of(n, m)) for n, m in enumerate(coverage.members(features.sc
 KERNELS = [m.spec if m.spec.widens else call.spec for m, call in MEMBERS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def backward_kernels() -> None:
+def problems() -> list[Problem]:
+    """Those of both directions."""
     known = features.scan()
-    gradients.compile_all([problem for m, _ in MEMBERS for problem in m.problems(known)])
+    return [problem for m, _ in MEMBERS for problem in m.problems(known)]
 
 
 @pytest.mark.parametrize(("member", "call"), MEMBERS, ids=lambda value: str(value))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.spec.problem import Problem
 
 from . import cases, gradients, oracle, variants
 from .cases import Case
@@ -93,13 +94,12 @@ KERNELS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Every backward's kernels built before the first test, in parallel."""
+def problems() -> list[Problem]:
+    """Backwards that tests launch."""
     every = [case.spec for case in (*matrix(), *CROWDS)]
     every += [dataclasses.replace(case.spec, softmax="learnable") for case in SINKS]
-    problems = [each for spec in every for each in gradients.backwards_of(spec)]
-    gradients.compile_all([*problems, *(variant.backward for variant in SCORES)])
+    found = [each for spec in every for each in gradients.backwards_of(spec)]
+    return [*found, *(variant.backward for variant in SCORES)]
 
 
 def incoming(case: Case, seed: int = 100) -> tuple[Tensor, Tensor]:

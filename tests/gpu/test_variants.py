@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import attngen
+from attngen.spec.problem import Problem
 
-from . import gradients, oracle, variants
+from . import oracle, variants
 from .cases import Case
 from .variants import Variant
 
@@ -19,9 +20,9 @@ KERNELS = [variant.spec for variant in (*VARIANTS, *EIGHT_BIT)]
 EACH = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def backward_kernels() -> None:
-    gradients.compile_all(list({x for variant in VARIANTS for x in variant.backward.orders()}))
+def problems() -> list[Problem]:
+    """Backwards that tests launch."""
+    return [each for variant in VARIANTS for each in variant.backward.orders()]
 
 
 @EACH

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attngen.kernels.plan import plans
+from attngen.spec.problem import Problem
 
 from . import gradients, oracle, varlen
 from .varlen import Call, Features
@@ -74,10 +75,9 @@ def name(call: Call) -> str:
     return f"{call}-h{call.heads[0]}x{call.heads[1]}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Every backward's kernels built before the first test, in parallel."""
-    gradients.compile_all([each for spec in KERNELS for each in gradients.backwards_of(spec)])
+def problems() -> list[Problem]:
+    """Backwards that tests launch."""
+    return [each for spec in KERNELS for each in gradients.backwards_of(spec)]
 
 
 @pytest.fixture(scope="module", autouse=True)

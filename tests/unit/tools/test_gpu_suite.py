@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from attngen import AttentionSpec
 from tests.support.devices import turn_devices
+from tests.support.forward_kit import DENSE
 from tools import gpu_suite
 
 WAITS = """
@@ -128,3 +131,18 @@ def test_build_only_builds_what_tests_launch_and_runs_none(monkeypatch, capsys) 
     assert sorted(map(id, built)) == sorted(map(id, specs)) and line.startswith("2 kernels ready")
     conftest.build_all(specs, "2/2")
     assert built[2:] == specs[1:]
+
+
+def test_kernels_of_tests_are_those_of_their_module_that_calls_run(monkeypatch) -> None:
+    from tests.gpu import conftest
+
+    spec, problem = AttentionSpec(64), DENSE
+    module = ModuleType("test_something")
+    vars(module).update(KERNELS=[spec], problems=lambda: [problem, problem])
+
+    def item(marker: object) -> SimpleNamespace:
+        return SimpleNamespace(module=module, get_closest_marker=lambda name: marker)
+
+    assert conftest.wanted_kernels([item(None), item(None)]) == [spec, problem]
+    monkeypatch.setattr(conftest, "has_other_kernels", lambda: True)
+    assert conftest.wanted_kernels([item("wgmma")]) == []
