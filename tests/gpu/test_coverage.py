@@ -81,7 +81,7 @@ KERNELS = [m.spec if m.spec.widens else call.spec for m, call in MEMBERS]
 
 
 def problems() -> list[Problem]:
-    """Those of both directions."""
+    """Problems of both directions, of every member."""
     known = features.scan()
     return [problem for m, _ in MEMBERS for problem in m.problems(known)]
 
