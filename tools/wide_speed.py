@@ -16,7 +16,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402  # a checkout not installed, too
-from attngen.bench import run, timing  # noqa: E402
-from attngen.bench.machine import describe_machine  # noqa: E402
+from attngen.bench import run  # noqa: E402
 from attngen.bench.peers import (  # noqa: E402
     Call,
     Operands,
@@ -37,7 +35,7 @@ from attngen.bench.peers import (  # noqa: E402
     differentiated,
     load,
 )
-from attngen.bench.report import SCHEMA, Report, Row, means_of, save, text_row  # noqa: E402
+from attngen.bench.report import Report, save, text_row  # noqa: E402
 from attngen.bench.workloads import KI, Case  # noqa: E402
 
 HEADS = 8
@@ -127,34 +125,20 @@ def compile_peer(peer: Peer, direction: str, case: Case) -> str:
     return missing.get("flex", "runs, and is right")
 
 
-def report_of(direction: str, options: argparse.Namespace) -> Report:
+def measure(direction: str, options: argparse.Namespace) -> None:
     """Time every case, writing the report anew with each."""
     found, absent = load(["efficient"])
     peers = {**found, "flex": flex()}
     manner = run.Manner(options.rounds, options.budget_ms)
-    makers = run.participants(direction, peers, manner)
-    rows: list[Row] = []
-    for case in cases(direction):
-        rows.append(run.time_case(direction, case, makers, manner))
-        print(text_row(rows[-1], [*makers]), flush=True)
-        torch.cuda.empty_cache()
-        report = Report(
-            schema=SCHEMA,
-            date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            direction=direction,
-            dtype="bf16",
-            machine=describe_machine(),
-            rounds=options.rounds,
-            budget_ms=options.budget_ms,
-            ceiling=timing.CEILING,
-            peers={name: peer.source for name, peer in peers.items()},
-            absent=absent,
-            rows=tuple(rows),
-            means=means_of(rows),
-        )
+    names = [*run.participants(direction, peers, manner)]
+
+    def tell(report: Report) -> None:
+        print(text_row(report.rows[-1], names), flush=True)
+        torch.cuda.empty_cache()  # of compiled peers
         if options.output:
             save(report, options.output)
-    return report
+
+    run.run(direction, cases(direction), peers, absent, manner, tell)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases(direction):
             print(f"{case.name}: flex {compile_peer(peer, direction, case)}", flush=True)
         return 0
-    report_of(direction, options)
+    measure(direction, options)
     return 0
 
 

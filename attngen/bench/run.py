@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 import torch
@@ -49,22 +49,18 @@ def run(
     peers: Mapping[str, Peer],
     absent: Mapping[str, str],
     manner: Manner,
-    progress: Callable[[Row], None],
+    progress: Callable[[Report], None],
 ) -> Report:
     """Time attngen and the peers, case after case, on the current CUDA device.
 
     peers: one that has attngen's name stands for it, in another front end. absent: peers that were
-    asked for and are not here, by name and reason. progress: is told each row as it comes.
-    Raises: MeasureError where nothing can be timed here.
+    asked for and are not here, by name and reason. progress: is given the report so far as each row
+    comes. Raises: MeasureError where nothing can be timed here.
     """
     require_gpu()
     makers = participants(direction, peers, manner)
     read = counter() if manner.energy else None
-    rows = []
-    for case in cases:
-        rows.append(time_case(direction, case, makers, manner, read))
-        progress(rows[-1])
-    return Report(
+    report = Report(
         schema=SCHEMA,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         direction=direction,
@@ -75,10 +71,15 @@ def run(
         ceiling=timing.CEILING,
         peers={name: peer.source for name, peer in peers.items()},
         absent=dict(absent),
-        rows=tuple(rows),
-        means=means_of(rows),
+        rows=(),
+        means={},
         through=manner.through,
     )
+    for case in cases:
+        rows = (*report.rows, time_case(direction, case, makers, manner, read))
+        report = replace(report, rows=rows, means=means_of(rows))
+        progress(report)
+    return report
 
 
 def participants(direction: str, peers: Mapping[str, Peer], manner: Manner) -> dict[str, Maker]:

@@ -280,7 +280,7 @@ def _measure(
     show(report.text_header(columns))
     measured = run.run(
         *(subject.direction, cases, found, absent, manner),
-        progress=lambda row: show(report.text_row(row, columns)),
+        progress=lambda so_far: show(report.text_row(so_far.rows[-1], columns)),
     )
     for line in report.text_summary(measured):
         show(line)

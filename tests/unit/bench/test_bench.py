@@ -127,6 +127,18 @@ def test_bench_through_a_call_has_short_rounds_unless_told(
     assert seen == [run.Manner(rounds, budget_ms, through="call", energy=True)]
 
 
+def test_run_gives_the_report_so_far_with_each_row(monkeypatch) -> None:
+    monkeypatch.setattr(run, "require_gpu", lambda: "sm_90a")
+    monkeypatch.setattr(run, "time_case", lambda way, case, *_: ROWS[case.causal])
+    told: list[Report] = []
+    manner = run.Manner(3, 20.0, through="call")
+    given = [replace(SMALL, causal=causal) for causal in (False, True)]
+    made = run.run("fwd", given, {}, {"fa4": "not installed"}, manner, told.append)
+    assert [each.rows for each in told] == [ROWS[:1], ROWS] and told[-1] == made
+    assert told[0].means == means_of(ROWS[:1]) and made.means == means_of(ROWS)
+    assert (made.rounds, made.through, made.absent) == (3, "call", {"fa4": "not installed"})
+
+
 def test_bench_in_jax_has_nothing_to_go_through() -> None:
     options = ["--frontend", "jax", "--through", "call"]
     result = CliRunner().invoke(main, ["bench", "bwd", *options])
