@@ -6,14 +6,16 @@
 Forwards to 576/512 and backwards to 512, bf16, 8 heads, beside compiled FlexAttention and the
 memory-efficient kernel of PyTorch's SDPA, with the rate of cuBLAS measured between them. Each
 result is held to float64 before it is timed; interleaved rounds, medians. FlexAttention runs with
-blocks of its own choice, else with the first of smaller ones that fit; `--compile` fills its cache
-and leaves. The report is of the form of `attngen bench`.
+blocks of its own choice, else with the first of smaller ones that fit; `--skip N` leaves the first
+ones out where they are known not to. `--compile` fills its cache and leaves. The report is of the
+form of `attngen bench`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,8 +65,8 @@ def cases(direction: str) -> tuple[Case, ...]:
     )
 
 
-def flex() -> Peer:
-    """Compiled FlexAttention with the first blocks that run."""
+def flex(skipped: int) -> Peer:
+    """Compiled FlexAttention with the first blocks that run, so many of which are not tried."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def once(case: Case, operands: Operands, options: dict[str, int] | None) -> Call:
@@ -82,7 +84,8 @@ def flex() -> Peer:
 
         return call
 
-    left: dict[tuple[str, int], tuple[Any, ...]] = {}  # by direction and head dim: blocks to try
+    # By direction and head dim: blocks to try.
+    left: dict[tuple[str, int], tuple[Any, ...]] = defaultdict(lambda: BLOCKS[skipped:])
 
     def forward(case: Case, operands: Operands) -> Call:
         return _first_that_runs(
@@ -103,7 +106,6 @@ def _first_that_runs(
 ) -> Call:
     """A call with the first blocks with which it runs, and `left` without those with which it does
     not. Raises: what the last ones raised."""
-    left.setdefault(key, BLOCKS)
     while True:
         options, *others = left[key]
         try:
@@ -128,7 +130,7 @@ def compile_peer(peer: Peer, direction: str, case: Case) -> str:
 def measure(direction: str, options: argparse.Namespace) -> None:
     """Time every case, writing the report anew with each."""
     found, absent = load(["efficient"])
-    peers = {**found, "flex": flex()}
+    peers = {**found, "flex": flex(options.skip)}
     manner = run.Manner(options.rounds, options.budget_ms)
     names = [*run.participants(direction, peers, manner)]
 
@@ -147,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget-ms", type=float, default=20)
+    parser.add_argument("--skip", type=int, choices=range(len(BLOCKS)), default=0)
     parser.add_argument("--compile", action="store_true", help="compile and check, time nothing")
     options = parser.parse_args(arguments)
     direction = options.direction
@@ -161,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     if options.compile:
-        peer = flex()
+        peer = flex(options.skip)
         for case in cases(direction):
             print(f"{case.name}: flex {compile_peer(peer, direction, case)}", flush=True)
         return 0

@@ -20,7 +20,8 @@ def test_cases_are_of_heads_above_256_both_ways_and_the_first_dims_of_both_lengt
 
 
 def test_blocks_that_do_not_fit_are_tried_once():
-    tried, left = [], {}
+    key = ("fwd", 512)
+    tried, left = [], {key: wide_speed.BLOCKS}
 
     def make(options):
         tried.append(options)
@@ -29,7 +30,7 @@ def test_blocks_that_do_not_fit_are_tried_once():
         return lambda: ()
 
     for _ in range(2):
-        assert wide_speed._first_that_runs(left, ("fwd", 512), make)() == ()
+        assert wide_speed._first_that_runs(left, key, make)() == ()
     assert tried == [wide_speed.BLOCKS[0], *[wide_speed.BLOCKS[1]] * 2]
 
 
@@ -38,4 +39,4 @@ def test_what_the_smallest_blocks_raise_is_the_reason():
         raise ValueError("none fits" if options == wide_speed.BLOCKS[-1] else "too large")
 
     with pytest.raises(ValueError, match="none fits"):
-        wide_speed._first_that_runs({}, ("bwd", 512), make)
+        wide_speed._first_that_runs({("bwd", 512): wide_speed.BLOCKS}, ("bwd", 512), make)
