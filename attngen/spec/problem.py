@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..fragments.program import learns
+
 Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast", "mask"]
 LISTED = "listed"  # the iteration of kernels that visit the blocks that a mask made before shows
 BITS = "bits"  # of those that visit others, too, and read its bits
@@ -216,10 +218,12 @@ class Problem:
     def orders(self) -> tuple[Problem, ...]:
         """The problem, and of a backward whose windows may be narrow or wide the one in whose order
         calls under narrow ones add up dQ, though they ask for none: where one kernel makes all
-        gradients, and nothing is read or drawn beside the scores."""
+        gradients, and nothing is read or drawn beside the scores. Scores that learn have none, as an
+        order makes their sums exact, of another format than calls without one have room for."""
         largest = max(self.head_dim_qk, self.head_dim_v)
         one_kernel = self.head_dim_qk > 64 or (largest <= 64 and "softcap" not in self.scores)
         backward = self.direction == "bwd" and not (self.deterministic or self.wide_gradients)
+        backward = backward and not learns(self.scores)
         if not (backward and self.narrow and one_kernel and largest <= 128):
             return (self,)
         return self, replace(self, deterministic=True)

@@ -171,3 +171,11 @@ def test_sums_have_a_word_a_number_or_exact_ones_up_to_a_limit() -> None:
     given = {LEARNED_SLOT: TensorDesc.contiguous((7,), "float32")}
     (exact,) = learned_sums(given, Arguments(deterministic=True))
     assert (exact.sizes, exact.dtype) == ((7, WORDS), "int64")
+
+
+def test_scores_that_learn_have_no_order_of_their_own_under_narrow_windows() -> None:
+    """An order makes sums exact, ten words each, where calls without one have room for a float."""
+    fields: dict[str, Any] = {"head_dim": 128, "mask": "causal", "window": True}
+    assert problem_of(**fields).orders() == (problem_of(**fields),)
+    plain, *_ = resolve(AttentionSpec(directions=("bwd",), **fields), features.scan())
+    assert len(plain.orders()) == 2
