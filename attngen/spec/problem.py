@@ -218,8 +218,8 @@ class Problem:
     def orders(self) -> tuple[Problem, ...]:
         """The problem, and of a backward whose windows may be narrow or wide the one in whose order
         calls under narrow ones add up dQ, though they ask for none: where one kernel makes all
-        gradients, and nothing is read or drawn beside the scores. Scores that learn have none, as an
-        order makes their sums exact, of another format than calls without one have room for."""
+        gradients, and nothing is read or drawn beside the scores. Scores that learn have none, as
+        an order makes their sums exact, in another format than other calls have room for."""
         largest = max(self.head_dim_qk, self.head_dim_v)
         one_kernel = self.head_dim_qk > 64 or (largest <= 64 and "softcap" not in self.scores)
         backward = self.direction == "bwd" and not (self.deterministic or self.wide_gradients)
