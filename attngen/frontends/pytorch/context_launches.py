@@ -19,7 +19,7 @@ from ...call.table import GRADIENT_OF
 from . import backward, forward_onto  # noqa: F401  # define the operations
 from .attention import attention
 from .context_kept import on_device
-from .context_parts import Attended, Features, Merged, Stored, gradients_within
+from .context_parts import Attended, Features, Merged, Stored, gradients_within, sink_weights
 
 KEPT = 1024  # launches, and indices, whose numbers are on a device
 
@@ -211,4 +211,4 @@ def sink_gradient_of_rows(sink: Tensor, merged: Merged, used: Tensor) -> Tensor:
     delta = (out * d_out).sum(-1).transpose(1, 2)
     if merged.dlse is not None:
         delta = delta - merged.dlse[:, :, used]
-    return -((sink[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
+    return -(sink_weights(sink, lse) * delta).sum((0, 2)).to(sink.dtype)

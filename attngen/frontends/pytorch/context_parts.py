@@ -5,6 +5,7 @@ Tensors are [b, t, h, d] here, LSEs [b, h, t]; packed tokens are one batch of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -378,5 +379,11 @@ def sink_gradient(sink: Tensor, merged: Merged, used: Sequence[tuple[Rows, Span]
         delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).transpose(1, 2)
         if merged.dlse is not None:
             delta = delta - rows.of_heads(merged.dlse, span)
-        found -= ((sink[:, None] - lse).exp() * delta).sum((0, 2))
+        found -= (sink_weights(sink, lse) * delta).sum((0, 2))
     return found.to(sink.dtype)
+
+
+def sink_weights(sink: Tensor, lse: Tensor) -> Tensor:
+    """The weight e^(α − LSE) of the sink [h] in rows [b, h, t]; 0 where a row has nothing, not even
+    it."""
+    return (sink[:, None] - lse).exp().masked_fill(lse == -math.inf, 0)

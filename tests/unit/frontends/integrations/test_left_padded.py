@@ -43,6 +43,17 @@ def test_layers_see_what_the_mask_shows(
         torch.testing.assert_close(found * seen, wanted.transpose(1, 2) * seen)
 
 
+def test_rows_without_keys_are_zero_beside_a_sink_of_no_weight() -> None:
+    q, k, v = operands_of("step behind padding")
+    sink = torch.tensor([-torch.inf, 0.5, -torch.inf, 1.0])
+    begins = torch.tensor([k.shape[2], *range(B - 1)], dtype=torch.int32)
+    arguments = {"softmax": "learnable", "sink": sink, "seqstart_kv": begins}
+    found = left_padded.attend((q, k, v), arguments, None)
+    wanted = attngen.attention(*(x.transpose(1, 2) for x in (q, k, v)), layout="bshd", **arguments)
+    assert not found[0].any() and found[1].any()
+    torch.testing.assert_close(found, wanted)
+
+
 def test_keys_of_steps_are_read_where_they_lie_and_lengths_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

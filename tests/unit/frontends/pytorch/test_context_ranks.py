@@ -13,7 +13,9 @@ from torch import Tensor
 import attngen
 from attngen import reference
 from attngen.call.context_order import Order
-from attngen.call.context_steps import Length, Part, steps_of
+from attngen.call.context_steps import Length, Part, Span, steps_of
+from attngen.frontends.pytorch.context_launches import sink_gradient_of_rows
+from attngen.frontends.pytorch.context_parts import Merged, Rows, sink_gradient
 from attngen.reference.masks import visible
 
 HEADS, HEADS_KV, DIM = 4, 2, 8
@@ -190,3 +192,15 @@ def test_gradients_of_parts_add_up(order: Order, arguments: Arguments) -> None:
                     total.index_add_(0, home, x)
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sink_of_no_weight_has_no_gradient_beside_rows_without_keys() -> None:
+    lse = torch.tensor([[[-torch.inf, 0.5], [0.3, 1.0]]], dtype=torch.float64)
+    out, d_out = randn(1, 2, 2, DIM, seed=1), randn(1, 2, 2, DIM, seed=2)
+    sink = torch.tensor([-torch.inf, 0.3], dtype=torch.float64)
+    merged = Merged(out, lse, d_out, torch.ones_like(lse))
+    delta = (out * d_out).sum(-1).transpose(1, 2) - 1
+    wanted = torch.stack([torch.zeros(()).double(), -((0.3 - lse[0, 1]).exp() * delta[0, 1]).sum()])
+    rows = [(Rows(slice(0, 1), slice(0, 2)), Span(0, 2))]
+    torch.testing.assert_close(sink_gradient(sink, merged, rows), wanted)
+    torch.testing.assert_close(sink_gradient_of_rows(sink, merged, torch.arange(2)), wanted)
