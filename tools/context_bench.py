@@ -22,6 +22,7 @@ from torch import Tensor
 import attngen
 from attngen import parallel
 from attngen.bench.peers import Absent, load_fa3_operators
+from attngen.bench.timing import following_milliseconds
 from tools.graphs import captured
 from tools.ring_peer import Ring
 
@@ -133,13 +134,7 @@ def milliseconds(call: Call, calls: int) -> float:
     """The mean time of so many calls, the longest of all ranks."""
     dist.barrier()
     torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    taken = torch.tensor(start.elapsed_time(end) / calls, device="cuda")
+    taken = torch.tensor(following_milliseconds(call, calls), device="cuda")
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
 

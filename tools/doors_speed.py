@@ -47,6 +47,7 @@ from torch._inductor import config as inductor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attngen import integrations  # noqa: E402
+from attngen.bench.timing import following_milliseconds  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
 from tools.doors_peers import compiled, register_masks  # noqa: E402
 from tools.graphs import captured  # noqa: E402
@@ -189,14 +190,8 @@ class Timed(NamedTuple):
         self.select()
         with self.around():
             torch.cuda.synchronize()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(HEAD_START)
-            start.record()
-            for _ in range(calls):
-                self.call()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) / calls
+            return following_milliseconds(self.call, calls)
 
 
 class Task(NamedTuple):

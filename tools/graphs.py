@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from attngen.bench.timing import following_milliseconds
+
 STEADY_MS = 50.0  # of calls before those that are timed, and of these
 
 
@@ -32,19 +34,8 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
 def milliseconds(call: Callable[[], Any]) -> float:
     """The mean time of a call behind and among as many as take `STEADY_MS`, since clocks follow the
     power that is drawn."""
-    _timed(call, 1)
-    count = ceil(STEADY_MS / _timed(call, 1))
+    following_milliseconds(call, 1)
+    count = ceil(STEADY_MS / following_milliseconds(call, 1))
     for _ in range(count):
         call()
-    return _timed(call, count)
-
-
-def _timed(call: Callable[[], Any], count: int) -> float:
-    """The mean time of so many calls, which follow what the GPU has to do."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / count
+    return following_milliseconds(call, count)
