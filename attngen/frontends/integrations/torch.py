@@ -53,8 +53,9 @@ def sdpa(call: Sdpa) -> Tensor:
     """Attention with the signature of `torch.nn.functional.scaled_dot_product_attention`, and what
     it means there.
 
-    Three things are attngen's: a row that sees no key is zero, dropout's probability is rounded to
-    1/256, and a float mask is rounded to the dtype of the query.
+    Four things are attngen's: a row that sees no key is zero, dropout's probability is rounded to
+    1/256, a float mask is rounded to the dtype of the query, and axes in front broadcast beside no
+    keys or queries, too, where PyTorch's output has those of the query.
 
     Args:
         query: [.., h, s_q, d], of two to any number of axes; those in front broadcast.

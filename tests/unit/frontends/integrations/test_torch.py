@@ -118,6 +118,12 @@ def test_floats_of_a_mask_have_any_dtype(dtype: torch.dtype) -> None:
     alike(sdpa(*operands, mask, **REFERENCE), theirs(*operands, mask.float()))
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(5, 0), (0, 7)], ids=["no keys", "no queries"])
+def test_axes_broadcast_beside_nothing(rows: int, keys: int) -> None:
+    q, k, v = randn(1, 4, rows, 8), randn(2, 4, keys, 8), randn(2, 4, keys, 6)
+    assert torch.equal(sdpa(q, k, v), torch.zeros(2, 4, rows, 6))
+
+
 def test_a_row_that_sees_nothing_is_zero() -> None:
     operands = [randn(*shape, seed=n) for n, shape in enumerate(SHAPES["four axes"])]
     mask = some(5, 7)
