@@ -10,7 +10,7 @@ from ..errors import SpecError
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent
 from .bias import sizes_of
-from .gradient_kernels import adds_bias
+from .gradient_kernels import adds_bias, sums_bias
 from .tensors import Described, TensorDesc, dtype_name
 
 MOST_ADDED = 8  # terms of a gradient that are added in 16 bits, each sum rounded
@@ -96,6 +96,15 @@ def fused_by(
         return FusedBiasGradient()
     tiles = full.sequences * full.heads * -(-full.keys // main.tile_rows)
     return FusedBiasGradient(terms, tiles, scaled)
+
+
+def considered(
+    kernels: Sequence[LoadedKernel], gradient: BiasGradient | None, fused: FusedBiasGradient
+) -> tuple[LoadedKernel, ...]:
+    """The kernels without those that make the gradient of another bias beside dK and dV."""
+    summed = gradient is not None and gradient.sums is not None
+    fitting = (each for each in kernels if fused.terms or not adds_bias(each))
+    return tuple(each for each in fitting if summed or not sums_bias(each))
 
 
 def column_violations(bias: Described, keys: int) -> Iterator[str]:

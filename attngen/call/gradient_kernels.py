@@ -52,8 +52,13 @@ def results_of(wanted: WantedGradients) -> tuple[str, ...]:
 
 
 def adds_bias(each: LoadedKernel) -> bool:
-    """Whether a kernel makes the gradient of the bias beside others."""
-    return made_by(each.kernel) >= {"dbias", "dk"}
+    """Whether a kernel adds parts of the gradient of the bias up beside others."""
+    return any(recipe.tensor == "dbias" for recipe in each.kernel.tensor_maps)
+
+
+def sums_bias(each: LoadedKernel) -> bool:
+    """Whether a kernel sums the gradient of a bias of one row for all queries beside others."""
+    return made_by(each.kernel) >= {"dbias", "dk"} and not adds_bias(each)
 
 
 def written_by(kernels: Sequence[LoadedKernel]) -> tuple[str, ...]:

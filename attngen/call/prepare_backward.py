@@ -256,8 +256,7 @@ def choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Tens
         extents["dbias"] = call.dbias.extent
         before_scale = call.arguments.bias_type == "pre_scale"
         of_bias = bias_gradient.fused_by(kernels, call.dbias, call.scores, before_scale)
-    if not of_bias.terms:
-        kernels = tuple(each for each in kernels if not adds_bias(each))
+    kernels = bias_gradient.considered(kernels, call.dbias, of_bias)
     kernels = kept_ds.considered(kernels, extents)
     kernels, unwritten = kernel_choice.launched(kernels, results_of(call.wanted), scalars.sequences)
     if not any(map(adds_bias, kernels)):

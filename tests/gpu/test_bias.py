@@ -112,6 +112,19 @@ ADDED = [
     BiasCase(_case(96, 80, (72, 8), (8, 4, 1), mask="causal"), "1hss", "pre_scale", "odd"),
     BiasCase(_case(128, 128, (130, 264), (1, 3, 1), mask="causal", layout="sbhd"), "1hss"),
 ]  # fmt: skip
+# One row for all queries, whose gradient the kernel of dK and dV sums by keys.
+SUMMED = [
+    BiasCase(_case(128, 128, (264, 392), (3, 4, 2), mask="causal"), "111s"),
+    BiasCase(_case(128, 128, (200, 333), (2, 4, 1), dtype="fp16"), "bh1s", "pre_scale", "odd"),
+    BiasCase(_case(64, 64, (513, 300), (2, 6, 2), mask="causal"), "1h1s"),
+    BiasCase(_case(64, 64, (300, 258), window=(40, 20)), "b11s", "pre_scale", "padded"),
+    BiasCase(_case(96, 128, (136, 520), mask="causal_bottom_right"), "1h1s", place="turned"),
+    BiasCase(_case(40, 40, (130, 77), layout="sbhd"), "bh1s", more={"softmax": "learnable"}),
+    # Queries that see nothing, and blocks of them; keys that nobody sees.
+    BiasCase(_case(128, 128, (392, 136), mask="causal_bottom_right"), "1h1s"),
+    BiasCase(_case(80, 80, (136, 648), (2, 2, 1), window=(40, 10)), "111s",
+             more={"alibi_slopes": True}),
+]  # fmt: skip
 NOT_ADDED = [
     BiasCase(_case(128, 128, (72, 136), (9, 2, 1)), "1hss"),
     BiasCase(_case(128, 128, (72, 136), (2, 2, 1)), "11ss"),
@@ -150,6 +163,7 @@ CASES = [
              more={"attn_mask": True}),
     BiasCase(_case(256, 256, (200, 136)), "1hss", more={"attn_mask": True}),
     *ADDED,
+    *SUMMED,
     *NOT_ADDED,
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
@@ -175,6 +189,7 @@ def length_spec(number: int, direction: str) -> AttentionSpec:
 KERNELS = [
     *(case.spec(direction) for case in CASES for direction in ("fwd", "bwd")),
     *(CASES[n].spec("bwd", True) for n in (0, 8, 12)),
+    *(case.spec("bwd", True) for case in SUMMED),
     *(length_spec(n, direction) for n in range(len(LENGTHS)) for direction in ("fwd", "bwd")),
 ]
 
@@ -227,23 +242,30 @@ def test_gradients_with_a_bias_deterministic_repeat_bit_for_bit(case):
         assert oracle.same(check_gradients(case, deterministic=True), first)
 
 
-@pytest.mark.parametrize("case", ADDED, ids=str)
+@pytest.mark.parametrize("case", [*ADDED, *SUMMED], ids=str)
 def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
-    """In any order of additions to dQ, sequences add to the bias's in theirs."""
+    """In any order of additions to dQ, sequences, or a tile's blocks, have theirs to the bias's."""
     first = check_gradients(case)[3]
     for _ in range(3):
         assert oracle.same(check_gradients(case)[3], first)
 
 
 @pytest.mark.wgmma
-@pytest.mark.parametrize("case", [*ADDED, *NOT_ADDED], ids=str)
+@pytest.mark.parametrize("case", SUMMED, ids=str)
+def test_gradient_of_a_bias_of_keys_in_an_order_is_that_of_float64(case):
+    check_gradients(case, deterministic=True)
+
+
+@pytest.mark.wgmma
+@pytest.mark.parametrize("case", [*ADDED, *SUMMED, *NOT_ADDED], ids=str)
 def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few(case):
     for known in held(*BACKWARD):
         known.clear()
     check_gradients(case)
     launches = [each for made in backwards.by_format.values() for each in made.launches]
     families = [name_of(each.loaded.kernel) for each in launches]
-    main = {"sm90_bwd_with_dbias"} if case in ADDED else {"sm90_bwd", "sm90_bwd_dbias"}
+    beside = {"sm90_bwd_with_dbias"} if case in ADDED else {"sm90_bwd_with_bias_sums"}
+    main = {"sm90_bwd", "sm90_bwd_dbias"} if case in NOT_ADDED else beside
     assert sorted(families) == sorted(main | {"bwd_prepare", "bwd_row_sums", "bwd_convert"})
 
 

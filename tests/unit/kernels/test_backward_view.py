@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from attngen.kernels.support.around import CONVERT, PREPARE, ROW_SUMS
-from attngen.kernels.wgmma.backward.plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
+from attngen.kernels.wgmma.backward.plan import (
+    MAIN,
+    OF_BIAS,
+    OF_KEYS,
+    OF_QUERIES,
+    WITH_BIAS,
+    WITH_SUMS,
+)
 from attngen.kernels.wgmma.backward.render import ROLES
 from attngen.spec.problem import Problem
 from tests.support.backward_kit import (
@@ -55,7 +62,7 @@ FUSED_FLAGS = (
     *("splits_rows", "one_sum", "held_steps", "completes", "joins_last", "deterministic"),
     *("descending", "starts_early", "own_dv", "adds_bias", "scales_ds", "skips", "draws_early"),
     *("draws_late", "packs_weights", "heads_matter", "makes_d", "splits_heads", "frees_early"),
-    *("loads_score_tiles", "awaits_at_start"),
+    *("loads_score_tiles", "awaits_at_start", "sums_bias", "bias_by_block", "sums_by_key"),
 )
 USUAL = {
     "one_sum",
@@ -102,6 +109,26 @@ USUAL = {
             SCALED_BIAS,
             WITH_BIAS,
             {"heads_matter", "loads_score_tiles", "adds_bias", "scales_ds"},
+            {"own_dv", "held_steps", "splits_heads"},
+        ),
+        (
+            SCALED_BIAS,
+            WITH_SUMS,
+            {"heads_matter", "loads_score_tiles", "sums_bias", "sums_by_key"},
+            {"own_dv", "held_steps", "splits_heads"},
+        ),
+        (
+            replace(SCALED_BIAS, head_dim_qk=64, head_dim_v=64),
+            WITH_SUMS,
+            {
+                "heads_matter",
+                "loads_score_tiles",
+                "sums_bias",
+                "sums_by_key",
+                "bias_by_block",
+                "splits_rows",
+                "frees_early",
+            },
             {"own_dv", "held_steps", "splits_heads"},
         ),
         (
@@ -169,11 +196,17 @@ def test_fused_prefetches_the_maps_that_it_reads_and_writes() -> None:
         (SCALED_BIAS, MAIN, "p.scale", "1.f"),
         (SCALED_BIAS, WITH_BIAS, "1.f", "1.f"),
         (BIAS, WITH_BIAS, "p.scale", "1.f"),
+        (SCALED_BIAS, WITH_SUMS, "p.scale", "1.f"),
     ],
 )
 def test_fused_factors(problem: Problem, family: str, dk: str, dv: str) -> None:
     view = view_in(problem, family)
     assert (view.dk_factor, view.dv_factor) == (dk, dv)
+
+
+def test_sums_of_a_bias_are_scaled_where_it_is_before_the_scale() -> None:
+    assert view_in(SCALED_BIAS, WITH_SUMS).bias_factor == "p.scale"
+    assert view_in(BIAS, WITH_SUMS).bias_factor == "1.f"
 
 
 def test_products_have_chains_of_the_head_dims_steps() -> None:

@@ -31,7 +31,7 @@ from .feasible import (
     make_fused,
 )
 from .kept import KEPT_ROWS, MOST_STAGES, dq_parts
-from .plan import OF_KEPT, ROWS_PER_CONSUMER, BackwardPlan
+from .plan import OF_KEPT, ROWS_PER_CONSUMER, WITH_BIAS, WITH_SUMS, BackwardPlan
 from .registers import fuses
 
 MADE_BLOCKS = 8  # a CTA, where it has hardly anything to do with most
@@ -110,11 +110,14 @@ def _convert(main: BackwardPlan) -> ConvertPlan:
 
 
 def _adding(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
-    """The plan of the fused kernel for calls whose bias's gradient it can make, too, where there is
-    room: dS lies in shared memory as the copy engine adds it."""
-    others = problem.deterministic or problem.dropout or problem.attn_mask or problem.gather
-    others = others or problem.wide_gradients
-    if problem.bias and not others:
-        made = make_fused(problem, target, adds_bias=True)
+    """The plans of the fused kernel for calls whose bias's gradient it can make, too: of one with a
+    row for each query, in calls that ask for no order, where there is room, as dS lies in shared
+    memory as the copy engine adds it; of one with a row for all queries, by sums in registers."""
+    others = problem.dropout or problem.attn_mask or problem.gather or problem.wide_gradients
+    if not problem.bias or others:
+        return
+    if not problem.deterministic:
+        made = make_fused(problem, target, WITH_BIAS)
         if made.smem_bytes <= target.cta_smem_bytes:
             yield made
+    yield make_fused(problem, target, WITH_SUMS)

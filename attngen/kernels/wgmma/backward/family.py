@@ -30,6 +30,7 @@ from .plan import (
     OF_QUERIES,
     PREPARE_8,
     WITH_BIAS,
+    WITH_SUMS,
     AnyPlan,
     BackwardPlan,
     BiasGradientPlan,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
 PRODUCTS = {
-    **{MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2)},
+    **{MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2), WITH_SUMS: (3, 2)},
     **{OF_KEYS: (2, 2), OF_QUERIES: (2, 1), OF_KEPT: (1, 0)},
 }
 
@@ -66,6 +67,9 @@ class Backward(Family):
             BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dlearned"}, frozenset({"dq"})
         ),
         WITH_BIAS: Kind(
+            BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
+        ),
+        WITH_SUMS: Kind(
             BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
         ),
         OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv", frozenset({"dk", "dv", "d_s"})),

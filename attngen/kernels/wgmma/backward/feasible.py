@@ -26,6 +26,7 @@ from .plan import (
     OF_QUERIES,
     ROWS_PER_CONSUMER,
     WITH_BIAS,
+    WITH_SUMS,
     BackwardPlan,
 )
 from .registers import (
@@ -99,7 +100,7 @@ class Draft:
     kept_rows: int = 0
 
 
-def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> BackwardPlan:
+def make_fused(problem: Problem, target: Target, family: str = MAIN) -> BackwardPlan:
     """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
@@ -123,13 +124,13 @@ def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> 
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     if not crowded and sum(sizes.values()) + sizes["V"] <= target.cta_smem_bytes - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    if adds_bias:
+    if family == WITH_BIAS:
         sizes["Blank"] = tile.m * 128  # zeros for what no tile visits
     makes_d = _makes_d(problem, tile, completes)
     barriers = 24 + 2 * problem.bias + 2 * completes + 7 * makes_d
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     draft = Draft(
-        family=WITH_BIAS if adds_bias else MAIN,
+        family=family,
         tile=tile,
         sizes=sizes,
         small=small,
@@ -260,7 +261,7 @@ def _held_steps(problem: Problem, draft: Draft) -> int:
     features = features_of(problem)
     if draft.family == OF_KEYS:
         return _held_steps_of_keys(problem, features)
-    if draft.family not in (MAIN, WITH_BIAS):
+    if draft.family not in (MAIN, WITH_BIAS, WITH_SUMS):
         return 0
     completes = draft.completes
     ordered = problem.deterministic and not completes
@@ -338,7 +339,7 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     drawn = {"Drawn": DRAWN_BYTES} if pairs else {}
     regions = lay_out(draft.sizes, {**draft.small, "Job": job, **drawn, **order})
-    fused, alone = draft.family in (MAIN, WITH_BIAS), draft.family == MAIN
+    fused, alone = draft.family in (MAIN, WITH_BIAS, WITH_SUMS), draft.family == MAIN
     return BackwardPlan(
         arch=target.name,
         family=draft.family,

@@ -10,11 +10,12 @@ from ...support.around import ConvertPlan, DqSplit
 from ..shared import PREFIX
 
 MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
+WITH_SUMS = f"{PREFIX}bwd_with_bias_sums"  # of a bias of one row for all queries
 OF_KEYS, OF_QUERIES, OF_BIAS = f"{PREFIX}bwd_dkv", f"{PREFIX}bwd_dq", f"{PREFIX}bwd_dbias"
 OF_KEPT = f"{PREFIX}bwd_dq_kept"  # dQ of dS that the kernel of dK and dV has kept in memory
 OF_LEARNED = f"{PREFIX}bwd_dlearned"  # of what a score captures
 MAIN_8 = f"{PREFIX}bwd_fp8"  # of operands in 8 bits
-FUSED = (MAIN, WITH_BIAS, MAIN_8)  # make all gradients
+FUSED = (MAIN, WITH_BIAS, WITH_SUMS, MAIN_8)  # make all gradients
 PREPARE_8, CONVERT_8 = "bwd_fp8_prepare", "bwd_fp8_convert"
 ROWS_PER_CONSUMER = 64
 
@@ -86,6 +87,11 @@ class BackwardPlan(TiledPlan):
         """Whether tiles add their dS to the gradient of the bias, too, those of one sequence after
         those of the one before."""
         return self.family == WITH_BIAS
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether tiles leave the sums of their dS by keys, too, those of each query head."""
+        return self.family == WITH_SUMS
 
     @property
     def dq_floats(self) -> int:

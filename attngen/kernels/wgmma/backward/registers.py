@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
-from .plan import MAIN, OF_BIAS, OF_KEPT, OF_KEYS, OF_QUERIES, WITH_BIAS
+from .plan import MAIN, OF_BIAS, OF_KEPT, OF_KEYS, OF_QUERIES, WITH_BIAS, WITH_SUMS
 from .wide import is_wide, sends_ahead
 
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
@@ -15,6 +15,7 @@ from .wide import is_wide, sends_ahead
 REGISTERS = {
     MAIN: (40, 232),
     WITH_BIAS: (40, 232),
+    WITH_SUMS: (40, 232),
     OF_KEYS: (56, 224),
     OF_QUERIES: (24, 240),
     OF_KEPT: (32, 160),

@@ -165,6 +165,7 @@ def _main_names(
     names += typed("tensor_map", "map_bias") if problem.bias and plan.fused else []
     names += typed("tensor_map", "map_dbias") if plan.adds_bias else []
     names += typed("ptr", *workspace)
+    names += typed("ptr", "dbias") if plan.sums_bias else []
     if plan.makes_d:
         names += typed("ptr", "lse", "dlse")
     elif problem.bias:
@@ -181,6 +182,7 @@ def _main_names(
     integers.insert(place, "q_tiles" if plan.tile_axis == "q" else "kv_blocks")
     names += typed("i32", *integers)
     names += typed("i32", "dbias_terms") if plan.adds_bias else []
+    names += typed("i32", "dbias_columns") if plan.sums_bias else []
     names += typed("i32", "key_group") if plan.splits_heads else []
     names += typed("i32", "kept_rows", "heads_before") if plan.kept_rows else []
     names += typed("f32", "scale", "scale_log2")

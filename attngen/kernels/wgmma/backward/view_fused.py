@@ -55,6 +55,9 @@ class FusedView(KeyTilesView):
     begins with the last keys if descending. starts_early: whether reducers await the kernel before.
     own_dv: whether dV is staged in a place of its own. adds_bias: whether dS is added to the
     gradient of a bias; scales_ds: whether it is scaled, as that of a bias before the scale is.
+    sums_bias: whether sums of dS by keys are that gradient; bias_factor: what they are multiplied
+    by; bias_by_block: whether they are left after each block, else after each head, as registers
+    are few; sums_by_key: whether consumers have such sums, for that or for what a score learns.
 
     skips: whether a consumer leaves blocks alone whose queries see none of its keys. with_d: rows
     with which D comes, awaited first; without_d: the others. LSE of blocks of which consumers make
@@ -84,6 +87,10 @@ class FusedView(KeyTilesView):
     own_dv: bool
     adds_bias: bool
     scales_ds: bool
+    sums_bias: bool
+    bias_factor: str
+    bias_by_block: bool
+    sums_by_key: bool
     skips: bool
     with_d: AwaitedRows
     without_d: AwaitedRows
@@ -109,7 +116,8 @@ def fused_view(
     rows = (AwaitedRows("kQFull", "q_ring"), AwaitedRows("kDoFull", "do_ring"))
     with_d, without_d = rows if plan.frees_early else rows[::-1]
     large_blocks = _large_blocks(plan)
-    scales_ds = plan.adds_bias and "pre_scale_bias" in problem.scores
+    before_scale = "pre_scale_bias" in problem.scores
+    scales_ds = plan.adds_bias and before_scale
     steps = (plan.tile.m // MMA_DEPTH,)
     traced = next((x.fragment.name for x in uses["score"] if x.fragment.program), "")
     learns, lines = sums_keys(problem), fused_lines(problem)
@@ -119,13 +127,10 @@ def fused_view(
         fields["scores"] = replace(
             fields["scores"], list=replace(fields["scores"].list, place=place)
         )
-    headers = main_headers(problem, keys_as_rows=True, makes_d=plan.makes_d)
-    more = included(("learned_sums.cuh", learns), ("score_lines.cuh", bool(lines)))
-    headers = "\n".join(filter(None, [headers, more]))
     return FusedView(
         **fields,
         **key_tiles_fields(problem, plan, boxed_scores=True),
-        headers=headers,
+        headers=_headers(problem, plan),
         mask_tensor="mask_columns" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.m, plan.held_steps),
         dk_product=Product(plan.dk_columns, steps),
@@ -145,6 +150,10 @@ def fused_view(
         own_dv=own_dv(plan),
         adds_bias=plan.adds_bias,
         scales_ds=scales_ds,
+        sums_bias=plan.sums_bias,
+        bias_factor=_product_of("p.scale" if before_scale else ""),
+        bias_by_block=plan.sums_bias and large_blocks,
+        sums_by_key=learns or plan.sums_bias,
         skips=skips_blocks(problem, plan),
         with_d=with_d,
         without_d=without_d,
@@ -161,6 +170,14 @@ def fused_view(
         dk_factor=_product_of("" if scales_ds else "p.scale", "p.keep_scale" * problem.dropout),
         dv_factor=_product_of("p.keep_scale" * problem.dropout),
     )
+
+
+def _headers(problem: Problem, plan: BackwardPlan) -> str:
+    """Lines that include the headers of what the kernel does."""
+    headers = main_headers(problem, keys_as_rows=True, makes_d=plan.makes_d)
+    learns, lines = sums_keys(problem), bool(fused_lines(problem))
+    more = included(("learned_sums.cuh", learns), ("score_lines.cuh", lines))
+    return "\n".join(filter(None, [headers, more]))
 
 
 def joins_last(problem: Problem, plan: BackwardPlan) -> bool:
