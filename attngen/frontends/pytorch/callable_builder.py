@@ -37,8 +37,9 @@ class Builder(Operations):
         """A captured tensor, in a dtype and of a rank that kernels read. origin: what it is in a
         trace."""
         like = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        has_memory = tensor.device.type != "meta"
         for place, each in enumerate(self.captures):
-            same = (each.data_ptr(), each.shape, each.stride(), each.dtype) == like
+            same = (each.data_ptr(), each.shape, each.stride(), each.dtype) == like and has_memory
             if each is tensor or (same and not (each.requires_grad or tensor.requires_grad)):
                 self.merged |= each is not tensor
                 return View(place, [None] * max(1, tensor.ndim) if tensor.ndim else ["i:0"])

@@ -21,6 +21,7 @@ import torch
 
 table = torch.empty(33, 1, device="meta", requires_grad=True)
 slopes, pairs = torch.empty(7), torch.empty(7, 9, dtype=torch.bfloat16)
+rows, keys = (torch.empty(7, device="meta") for _ in range(2))
 
 
 def softcap(s, b, h, i, j):
@@ -37,6 +38,10 @@ def relative():
 
 def added(s, b, h, i, j):
     return s + pairs[i, j]
+
+
+def both(s, b, h, i, j):
+    return s * rows[i] + keys[j]
 
 
 def bent(s, b, h, i, j):
@@ -115,6 +120,12 @@ def test_other_scores_are_programs_and_learn_what_requires_gradients(spec_of) ->
     assert [parse_program(text).name for text in problem.fragment_digests] == [bent.score_mod]
     learned = spec_of('score_mod = "python:mods.py:relative"').score_mod
     assert features.scan()["score"][learned].learned == (0,)
+
+
+def test_tensors_without_values_are_told_apart(spec_of) -> None:
+    both = spec_of('score_mod = "python:mods.py:both"').score_mod
+    program = features.program_named(both)
+    assert program is not None and len(program.captures) == 2
 
 
 def test_other_masks_are_programs_that_kernels_of_their_own_make(spec_of) -> None:
