@@ -55,12 +55,13 @@ def parts_of(s_q: int, s_kv: int, *, columns: bool) -> Parts:
     """The parts of a plane of so many queries and keys. columns: with those that gradients need."""
     q_granules, kv_granules = (-(-length // GRANULE) for length in (s_q, s_kv))
     row_map_stride, column_map_stride = _map_words(kv_granules), _map_words(q_granules)
+    kept = int(columns)  # a bool times a symbol is no size to some versions of torch
     rows_stride, columns_stride = (-(-words_of(x) // _SECTOR) * _SECTOR for x in (s_kv, s_q))
     return Parts(
         row_map=(q_granules + SPARE_GRANULES) * row_map_stride,
-        column_map=(kv_granules + SPARE_GRANULES) * column_map_stride * columns,
+        column_map=(kv_granules + SPARE_GRANULES) * column_map_stride * kept,
         rows=s_q * rows_stride,
-        columns=s_kv * columns_stride * columns,
+        columns=s_kv * columns_stride * kept,
         row_map_stride=row_map_stride,
         column_map_stride=column_map_stride,
         rows_stride=rows_stride,

@@ -26,6 +26,7 @@ from attngen.frontends.pytorch import (
     append,
     backward,
     callable_bits,
+    callable_operator,
     forward,
     forward_onto,
     fp8_backward,
@@ -230,6 +231,12 @@ def _allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
+OPERATIONS: tuple[Callable[..., Any], ...] = (
+    *(forward.forward, forward_onto.forward_onto, append.append),
+    *(backward.backward, fp8_backward.fp8_backward, callable_operator.mask_of_function),
+)
+
+
 @contextlib.contextmanager
 def emulated(emulator: Emulator) -> Iterator[None]:
     """CPU tensors have the kernels of ARCH, all of which have ended in the end."""
@@ -280,11 +287,8 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         *(counters._addresses, counters._free, counters._unread),
     )
     library = torch.library.Library("attngen", "IMPL")
-    library.impl("forward", forward.forward, "CPU")
-    library.impl("forward_onto", forward_onto.forward_onto, "CPU")
-    library.impl("backward", backward.backward, "CPU")
-    library.impl("fp8_backward", fp8_backward.fp8_backward, "CPU")
-    library.impl("append", append.append, "CPU")
+    for own in OPERATIONS:
+        library.impl(own.__name__, own, "CPU")
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)
         for name, stand_in in stand_ins.items():  # torch._C of a CPU build lacks some of them

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import attngen
@@ -92,3 +93,71 @@ def test_checkpoints_make_scores_anew_with_gradients_of_what_they_captured() -> 
     kept = checkpoint(loss, *operands, use_reentrant=False)
     found = torch.autograd.grad(kept, [*operands, leaf])
     assert all(map(torch.equal, found, wanted))
+
+
+def test_tensors_that_transforms_map_and_derive_are_operands() -> None:
+    """A score learns them, and a mask reads some; each sample is as its own call has it."""
+    operands = oracle.operands(2, 2, 2, 40, 40, 64)
+    tables = torch.stack([TABLE, TABLE / 2, -TABLE]).to(oracle.DEVICE)
+    places = torch.arange(40, device=oracle.DEVICE)
+    documents = torch.stack([places // n for n in (7, 11, 40)])
+
+    def loss(table: Tensor, document: Tensor) -> Tensor:
+        twice = 2 * table
+
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + twice[b, h] * 0.1 * (i - j)
+
+        given: dict[str, Any] = {"mask_mod": lambda b, h, i, j: document[i] == document[j]}
+        out: Tensor = attngen.attention(*operands, score_mod=score_mod, backend="cuda", **given)
+        return out.float().square().mean()
+
+    with attngen.trace() as seen:
+        mapped = vmap(grad(loss))(tables, documents)
+    assert len(seen.variants) >= 3  # of a mask, a forward, and gradients
+    for n, (table, document) in enumerate(zip(tables, documents, strict=True)):
+        leaf = table.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(loss(leaf, document), leaf)
+        torch.testing.assert_close(mapped[n], wanted, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(grad(loss)(table, document), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_block_masks_and_leaves_within_transforms_run_kernels() -> None:
+    operands = [torch.stack([x, -x]) for x in oracle.operands(2, 2, 2, 40, 40, 64)]
+    leaf = TABLE.to(oracle.DEVICE).requires_grad_()
+
+    def odd(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % 3 != 1
+
+    blocks = create_block_mask(odd, None, None, 40, 40, str(oracle.DEVICE), BLOCK_SIZE=16)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * leaf[b, h]
+
+        given: dict[str, Any] = {"score_mod": score_mod, "block_mask": blocks}
+        out: Tensor = attngen.attention(q, k, v, backend="cuda", **given)
+        return out
+
+    found = vmap(attend)(*operands)
+    wanted = torch.stack([attend(*one) for one in zip(*operands, strict=True)])
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    one, other = (torch.autograd.grad(x.float().square().sum(), leaf)[0] for x in (found, wanted))
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_of_gradients_are_the_references() -> None:
+    q, k, v = (x.float() for x in oracle.operands(1, 1, 1, 8, 8, 16))
+
+    def loss(table: Tensor, backend: str) -> Tensor:
+        given: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s * table[h].sin()}
+        halves = (x.bfloat16() for x in (q, k, v))
+        return attngen.attention(*halves, backend=backend, **given).float().square().sum()
+
+    table = torch.tensor([0.7], device=oracle.DEVICE)
+
+    def twice(backend: str) -> Tensor:
+        found: Tensor = grad(lambda x: grad(loss)(x, backend).sum())(table)
+        return found
+
+    torch.testing.assert_close(twice("auto"), twice("reference"))

@@ -13,7 +13,7 @@ from ...call.signatures import argument_list, signature
 from ...call.table import ROWS
 from ...errors import LimitError, SpecError
 from ...results import AttentionAux
-from . import eight_bits, into, routing
+from . import callable_compiled, eight_bits, into, routing
 from .calls import Bound, bind, calls, route
 from .torch_private import is_deterministic
 
@@ -145,3 +145,4 @@ attention.__doc__ = f"{(attention.__doc__ or '').rstrip()}\n{argument_list(ROWS,
 attention.__signature__ = signature(  # type: ignore[attr-defined]
     ROWS, "Tensor | tuple[Tensor, AttentionAux]"
 )
+callable_compiled.serve(attention)

@@ -17,6 +17,7 @@ from ...call.prepare_mask import ListedBlocks, PreparedMask, prepare_mask
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from ...fragments.features import register_program
+from ...fragments.program import Program
 from ...reference.masks import listed_blocks
 from .callable_mask import MOST_BYTES, Sizes, places_of
 from .callable_program import Traced
@@ -88,6 +89,18 @@ class Maker:
         return made
 
 
+def planes_of(program: Program, sizes: Sizes, beside: Sequence[Tensor | None]) -> tuple[int, int]:
+    """Sequences and heads that a mask tells apart, 1 where all are alike. beside: broadcasts of
+    [b, h, …] that it is joined with."""
+    on = places_of(program)
+    shapes = [tuple(x.shape) for x in beside if x is not None]
+    heads, batches = (max([1, *[x[axis] for x in shapes if len(x) >= -axis]]) for axis in (-3, -4))
+    return (
+        sizes.b if "b" in on or batches > 1 else 1,
+        sizes.h if "h" in on or heads > 1 else 1,
+    )
+
+
 def made_by(
     traced: Traced,
     sizes: Sizes,
@@ -116,14 +129,8 @@ def maker_of(
     shown: booleans beside it, a broadcast of [b, h, s_q, s_kv].
     Raises: SpecError where it is too large; CompileError, LaunchError.
     """
-    on = places_of(traced.program)
     states = listed.states if listed else None
-    beside = [tuple(x.shape) for x in (states, shown) if x is not None]
-    heads, batches = (max([1, *[x[axis] for x in beside if len(x) >= -axis]]) for axis in (-3, -4))
-    planes = (
-        sizes.b if "b" in on or batches > 1 else 1,
-        sizes.h if "h" in on or heads > 1 else 1,
-    )
+    planes = planes_of(traced.program, sizes, (states, shown))
     parts = parts_of(sizes.i, sizes.j, columns=columns)
     if 4 * math.prod(planes) * parts.words > MOST_BYTES:
         raise SpecError(

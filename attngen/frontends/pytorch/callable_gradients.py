@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_private import apply_of
+from .torch_private import apply_of, has_transforms
 
 
 def _unread(captures: Sequence[Tensor]) -> Tensor:
@@ -41,6 +41,8 @@ def stand_in(captures: Sequence[Tensor], kept: dict[Any, Tensor] | None = None) 
 
     kept: those of calls without gradients, which nobody reads, by the shapes of captures.
     """
+    if has_transforms():
+        return torch.cat([x.reshape(-1).float() for x in captures])
     if torch.is_grad_enabled():
         return _apply(*captures)
     if kept is None:

@@ -19,7 +19,9 @@ from ...spec.problem import LISTED
 from ...spec.resolve import find_violations
 from . import descriptions
 from .callable_bits import Listed, Maker, maker_of
+from .callable_compiled import is_traced_call
 from .callable_mask import Masks, Sizes
+from .callable_operator import traced_mask
 from .callable_program import Traced
 from .operation import format_of
 
@@ -59,6 +61,8 @@ def lists_serve(call: AttentionCall) -> bool:
 
 def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
     """The mask of a call that lists serve, which calls of equal facts know from now on."""
+    if is_traced_call(call):
+        return traced_mask(traced, sizes, call.q, _learns_now(call), shown=call.attn_mask)
     facts, given = facts_of(given_by(call)), named(call)
     orders = any([given[each] is not None for each in _LENGTHS])
     known = Known(sizes, _may_learn(call), orders)
@@ -78,11 +82,14 @@ def made_of_blocks(
     """The mask of a call that lists serve, whose block_mask has this program: made anew as its
     lists change. shown: booleans beside it."""
     block_mask: Any = call.block_mask
+    if is_traced_call(call):
+        listed = Listed.of(block_mask, sizes)
+        return traced_mask(traced, sizes, call.q, _learns_now(call), listed, shown)
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     lists = [getattr(block_mask, name) for name in names]
     beside = [x for x in (*lists, shown) if x is not None]
     read = replace(traced, sources=(*traced.sources, *beside))
-    columns = torch.is_grad_enabled() and _may_learn(call)
+    columns = _learns_now(call)
 
     def make(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
         listed = Listed.of(block_mask, sizes)
@@ -97,6 +104,11 @@ def _may_learn(call: AttentionCall) -> bool:
     """Whether a call may have gradients: what a score_mod captures may require some, too."""
     tensors = [x for x in given_by(call).values() if isinstance(x, Tensor)]
     return call.score_mod is not None or any([x.requires_grad for x in tensors])
+
+
+def _learns_now(call: AttentionCall) -> bool:
+    """Whether gradients of a call are wanted, as far as is known."""
+    return torch.is_grad_enabled() and _may_learn(call)
 
 
 def known_of(arguments: Mapping[str, Any]) -> Known | None:

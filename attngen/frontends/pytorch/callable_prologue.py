@@ -29,6 +29,20 @@ class Step:
     args: Any
     kwargs: Any
 
+    def places(self) -> set[int]:
+        """The tensors that it works on, by their places."""
+        found: set[int] = set()
+
+        def visit(each: Any) -> Any:
+            if isinstance(each, Place):
+                found.add(each.place)
+            elif isinstance(each, Step):
+                map_aggregate((each.args, each.kwargs), visit)
+            return each
+
+        visit(self)
+        return found
+
 
 Prologue = Place | Step
 

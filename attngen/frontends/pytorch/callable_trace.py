@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -32,6 +33,8 @@ _DRAWS = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ "
     "multinomial normal normal_ uniform_ dropout".split()
 )
+TRACING = threading.RLock()
+"""Whoever traces a function holds it: torch traces one at a time in a process."""
 _READS = ("index", "select")
 _PLACES = 4  # b, h, i and j
 # Others that return what a captured tensor holds.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from ...fragments.features import register_program
 from ...fragments.names import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
 from ...spec import layouts
-from . import callable_listed, callable_transforms, descriptions, routing
+from . import callable_choice, callable_compiled, callable_listed, callable_transforms, routing
 from .callable_builder import as_read
 from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
 from .callable_builtins import Sizes as Sizes4
@@ -31,9 +30,9 @@ from .callable_mask import Masks, Sizes, in_all, listed_by, shown_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
-from .callable_trace import trace
+from .callable_trace import TRACING, trace
 from .schedule import Schedule
-from .torch_private import PLAIN, is_traced, undisturbed
+from .torch_private import PLAIN, undisturbed
 
 log = logging.getLogger("attngen")
 _WAY_OUT = "Pass backend='reference'"
@@ -45,9 +44,13 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     attend: `attention`, for the call that stands for it. Raises: SpecError where a callable, or the
     call with it, has no kernels.
     """
-    if not _may_have_kernels(call):
+    if (other := callable_choice.other_way(call)) is not None:
+        return other(attend, call)
+    if not callable_choice.may_have_kernels(call):
         return None
-    with callable_transforms.aside():
+    call = callable_transforms.opened(call)
+    callable_choice.refuse_before_launch(call)
+    with callable_transforms.aside(call):
         given, added = _stand_ins(call)
     try:
         return attend(**given, **added)
@@ -64,7 +67,7 @@ def _stand_ins(call: AttentionCall) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the call that stands for one with callables, and those of its fragments."""
     if is_fp8(call.q.dtype) and call.score_mod is not None:
         raise SpecError(f"score_mod beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
-    if routing.CHECK_VALUES:
+    if routing.CHECK_VALUES and not callable_compiled.is_traced_call(call):
         reference.check_on_host(call, reference.check(call))
     replaced: dict[str, Any] = {"backend": "cuda"}
     added: dict[str, Any] = {}
@@ -170,6 +173,8 @@ def _keep_mask(schedule: Any, mask: Tensor | None) -> None:
 def _find(name: str, mod: Any) -> tuple[_Known, list[Tensor]] | None:
     """Find what is known of a function that a call has had, and its tensors; None where that is
     nothing."""
+    if isinstance(mod, callable_compiled.Branch):
+        return None
     # Work on whole tensors that require gradients has none where nobody wants any.
     kind = name, torch.is_grad_enabled()
     recalled = recall(kind, mod)
@@ -254,16 +259,6 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     return {**replaced, "attn_mask": in_all(found)}
 
 
-def _may_have_kernels(call: AttentionCall) -> bool:
-    """Whether kernels are to serve a call, if they can, and nobody looks on."""
-    carriers = call.q, call.k, call.v
-    if call.backend == "reference" or is_traced(carriers) or not callable_transforms.pass_by(call):
-        return False
-    if not all([x is None or type(x) in PLAIN for x in carriers]):  # parts of DTensors, say
-        return False
-    return descriptions.device_arch(call.q.device) is not None
-
-
 @dataclass(eq=False)
 class _Known:
     """A function's fragment and numbers, and how those that it reads are made of the tensors that
@@ -330,7 +325,6 @@ _UNTOLD = -1, -1, -1, -1
 _known: dict[tuple[Any, ...], _Known] = {}
 masks = Masks()
 _MOST_KNOWN = 4096
-_tracing = threading.RLock()  # torch traces one function at a time in a process
 _logged: set[Any] = set()
 
 
@@ -339,12 +333,14 @@ def _traced(name: str, mod: Any, device: torch.device) -> Traced:
 
     Raises: SpecError naming what kernels lack.
     """
+    if isinstance(mod, callable_compiled.Branch):
+        return mod.traced(name, device)
     key, tensors = fingerprint(mod)
     key = None if key is None else (name, torch.is_grad_enabled(), *key)
     if key is not None and (known := _known.get(key)) is not None:
         traced = known.of(tensors)
     else:
-        with _tracing:
+        with TRACING:
             graph = trace(name, mod, device)
             is_score = name == "score_mod"
             traced = score_program(graph, device) if is_score else mask_program(graph)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +98,18 @@ def has_transforms() -> bool:
 # What torch.compiler.assume_constant_result does, which would import the compiler: torch.compile
 # asks this as it traces.
 has_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_NOT_COUNTED = "gradients of gradients are refused within torch.func"
+_stack_of_transforms = _find("_C._functorch.get_interpreter_stack", None, _NOT_COUNTED)
+_gradient = _find("_C._functorch.TransformType.Grad", None, _NOT_COUNTED)
+
+
+def differentiates_twice() -> bool:
+    """Whether transforms of torch.func ask for gradients of gradients."""
+    if _stack_of_transforms is None or _gradient is None:
+        return False
+    return [each.key() for each in _stack_of_transforms() or ()].count(_gradient) > 1
 
 
 untransformed: Callable[[], AbstractContextManager[Any]] | None = _find(
@@ -234,6 +246,29 @@ def is_traced(operands: Sequence[Tensor | None]) -> bool:
     if undisturbed() and all([x is None or type(x) in PLAIN for x in operands]):
         return False
     return _finds_tracer([x for x in operands if x is not None])
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Code that torch.compile traces, though Python runs it: some versions do not say so then."""
+    name = "_is_compiling_flag"
+    before = getattr(torch.compiler, name, None)
+    setattr(torch.compiler, name, True)
+    try:
+        yield
+    finally:
+        setattr(torch.compiler, name, before)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Code in which no trace and no transform is on, for a trace that knows nothing of it."""
+    from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    aside = untransformed if has_transforms() else None
+    with tracing(None), _disable_current_modes(), aside() if aside else nullcontext():
+        yield
 
 
 def may_be_kept(tensors: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import and_masks
 from attngen import SpecError
 from attngen.call.table import AttentionCall
 from attngen.fragments.features import program_named
-from attngen.frontends.pytorch import callable_recall, callables
+from attngen.frontends.pytorch import callable_choice, callable_recall, callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
 
 WINDOW = 3
@@ -286,7 +286,7 @@ def test_functions_that_are_known_become_fragments_before_anything_else() -> Non
         mod = shifted(1.5, torch.full((4,), 7.0))
         return callables.attend_known(attend, (q, q, q), {"score_mod": mod, **given})
 
-    arch = f"{callables.__name__}.descriptions.device_arch"
+    arch = f"{callable_choice.__name__}.descriptions.device_arch"
     with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
         assert again() is None, "not traced yet"
         found = traced(shifted(1.5, torch.ones(4)))
@@ -314,7 +314,7 @@ def test_functions_that_ran_as_built_in_are_fragments_where_they_cannot() -> Non
         return s + table[i, j]
 
     q, k = (torch.zeros(1, n, 2, 16, dtype=torch.bfloat16) for n in table.shape)
-    arch = f"{callables.__name__}.descriptions.device_arch"
+    arch = f"{callable_choice.__name__}.descriptions.device_arch"
     with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
         attend = mock.Mock()
         for _ in range(2):  # traced, and known
@@ -336,7 +336,7 @@ def test_functions_that_are_refused_are_refused_again(tensors) -> None:
 
     q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
     call = AttentionCall(q=q, k=q, v=q, score_mod=mod)
-    arch = f"{callables.__name__}.descriptions.device_arch"
+    arch = f"{callable_choice.__name__}.descriptions.device_arch"
     with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
         for _ in range(3):
             with pytest.raises(SpecError, match="score_mod reads (5 captured|a tensor of sizes)"):
@@ -352,19 +352,23 @@ def test_kernels_are_not_asked_where_others_have_to_see_the_call() -> None:
 
     def may(q: torch.Tensor, **given: Any) -> bool:
         carriers = {"q": q, "k": q, "v": q}
-        return callables._may_have_kernels(AttentionCall(**carriers, **given))
+        return callable_choice.may_have_kernels(AttentionCall(**carriers, **given))
 
     q = torch.zeros(1, 2, 4, 16)
-    arch = f"{callables.__name__}.descriptions.device_arch"
+    arch = f"{callable_choice.__name__}.descriptions.device_arch"
     with mock.patch(arch, lambda _: "sm_90a"):
         assert may(q)
         assert not may(q, backend="reference") and not may(q.as_subclass(Part))
         assert torch.vmap(lambda x: torch.tensor(may(x)))(q).all()
 
-        def reads(x: torch.Tensor) -> torch.Tensor:  # what the transform has wrapped
+        def closes(x: torch.Tensor) -> torch.Tensor:  # over what the transform has wrapped
             return torch.tensor(may(x, score_mod=lambda s, b, h, i, j: s + x[0, 0, 0]))
 
-        assert not torch.vmap(reads)(q).any()
+        def holds(x: torch.Tensor) -> torch.Tensor:
+            mod = functools.partial(lambda x, s, b, h, i, j: s + x[0, 0, 0], x)
+            return torch.tensor(may(x, score_mod=mod))
+
+        assert torch.vmap(closes)(q).all() and not torch.vmap(holds)(q).any()
 
         def joins(x: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:  # as is what it is beside
             return torch.tensor(may(x, mask_mod=lambda b, h, i, j: i >= j, attn_mask=shown))
