@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 from tests.support.autograd_kit import OnReference
@@ -28,11 +30,13 @@ MESHES = {"ranks": (4,), "rows and columns": (2, 2)}
 @dataclass
 class Case:
     """shapes: of q, k and v and what has a gradient besides; more: tensors without one, by name;
-    heads_axis: that of q."""
+    functions: arguments that are some, of the tensor `table` that they close over; heads_axis: that
+    of q."""
 
     shapes: dict = field(default_factory=dict)
     more: dict = field(default_factory=dict)
     call: dict = field(default_factory=dict)
+    functions: Callable | None = None
     heads_axis: int = 2
 
 
@@ -41,7 +45,27 @@ USED = torch.tensor([3, 0, 6, 5, 1], dtype=torch.int32)
 SLOPES, KEPT = torch.rand(B, HQ, generator=make), torch.rand(B, 1, 1, T, generator=make) > 0.3
 
 
+def scores(table: Tensor) -> dict:
+    """A score that tells sequences and heads apart, of a table of them that learns."""
+    return {"score_mod": lambda s, b, h, i, j: s * table[b, h] + b - 0.25 * h * (i - j).abs()}
+
+
+def shown(table: Tensor) -> dict:
+    """A mask that tells sequences and heads apart."""
+    return {"mask_mod": lambda b, h, i, j: (i + 2 * j + b + h) % 3 != 0}
+
+
+def blocks(table: Tensor) -> dict:
+    """A BlockMask of each sequence and head, beside a score."""
+    made = create_block_mask(shown(table)["mask_mod"], B, HQ, S, T, device="cpu", BLOCK_SIZE=2)
+    return {"block_mask": made, **scores(table)}
+
+
+TABLE = {"table": (B, HQ)}
 CASES = {
+    "score": Case(shapes=TABLE, functions=scores),
+    "mask": Case(functions=shown),
+    "blocks": Case(shapes=TABLE, functions=blocks),
     "plain": Case(call={"mask": "causal_bottom_right", "window": (4, 0)}),
     "bias": Case(shapes={"bias": (B, HQ, S, T)}),
     "bias of the batch": Case(shapes={"bias": (B, 1, S, T)}, call={"bias_type": "pre_scale"}),
@@ -76,7 +100,7 @@ def tensors_of(case: Case) -> dict[str, Tensor]:
     made = {}
     for name, shape in shapes.items():
         made[name] = torch.randn(shape, generator=make)
-        if name != "sink":
+        if name not in ("sink", "table"):
             made[name] = made[name].bfloat16()
     return made | case.more
 
@@ -84,7 +108,9 @@ def tensors_of(case: Case) -> dict[str, Tensor]:
 def results(case: Case, tensors: dict, call=attngen.attention) -> tuple:
     """Outputs, and the gradients of what has one."""
     leaves = [x.requires_grad_() for n, x in tensors.items() if n not in case.more]
-    out, aux = call(**tensors, **case.call, return_lse=True)
+    functions = {} if case.functions is None else case.functions(tensors.get("table"))
+    given = {n: x for n, x in tensors.items() if n != "table"}
+    out, aux = call(**given, **case.call, **functions, return_lse=True)
     weights = torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype)
     if isinstance(out, DTensor):
         weights = distribute_tensor(weights, out.device_mesh, [WHOLE] * out.device_mesh.ndim)

@@ -10,18 +10,21 @@ import torch
 
 from ...call.backend import AUTO
 from ...call.table import AttentionCall
-from . import callable_compiled, callable_transforms, descriptions
+from . import callable_compiled, callable_shards, callable_transforms, descriptions
 from .callable_compiled import is_traced_call
 from .checked_call import arguments_of, operands_of
 from .checks import traced_refusal
+from .sharding import is_distributed
 from .torch_private import PLAIN, is_traced
 
 
 def other_way(call: AttentionCall) -> Callable[..., Any] | None:
     """The function that makes other calls of one, of `attention` and the call; None where kernels,
     or the reference, see this one."""
-    traced = torch.compiler.is_compiling() and not is_traced_call(call)
-    return callable_compiled.attend if traced and may_have_kernels(call) else None
+    if torch.compiler.is_compiling():
+        traced = not is_traced_call(call) and may_have_kernels(call)
+        return callable_compiled.attend if traced else None
+    return callable_shards.attend if is_distributed((call.q, call.k, call.v)) else None
 
 
 def may_have_kernels(call: AttentionCall) -> bool:

@@ -41,12 +41,13 @@ def is_distributed(operands: Operands) -> bool:
 
 
 def refuse_functions(names: Sequence[str]) -> None:
-    """Raises: SpecError where a call of DTensors has functions, which see a rank's own heads and
-    sequences by their place among these alone. names: of the arguments that are some."""
+    """Raises: SpecError where compiled code calls with DTensors and functions, which see a rank's
+    own heads and sequences by their place among these alone. names: of the arguments that are
+    some."""
     if names:
         raise SpecError(
-            f"{', '.join(names)}: functions of heads and sequences do not know which a rank has; "
-            "pass attn_mask or bias, or call with to_local() of whole heads and sequences"
+            f"{', '.join(names)}: functions of heads and sequences do not know which a rank has in "
+            "code that torch.compile traces; pass attn_mask or bias, or leave attention out of it"
         )
 
 
@@ -56,7 +57,7 @@ def over_shards(attend: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def attend_sharded(*inputs: Any) -> Outputs:
         operands, rest = inputs[: len(INPUTS)], inputs[3:]
         _, arguments = split(rest)
-        call = _Sharded.of(dict(zip(INPUTS, operands, strict=True)), arguments)
+        call = Sharded.of(dict(zip(INPUTS, operands, strict=True)), arguments)
         local = [call.part_of(name, x) for name, x in zip(INPUTS, operands, strict=True)]
         outputs = attend(*local, *inputs[len(INPUTS) :])
         return call.joined(outputs, operands)
@@ -65,7 +66,7 @@ def over_shards(attend: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
 
 @dataclass(frozen=True)
-class _Sharded:
+class Sharded:
     """How a call is parted: along each dimension of the mesh. slots: axes of the operands of its
     fragments."""
 
@@ -75,7 +76,7 @@ class _Sharded:
     slots: Mapping[str, tuple[tuple[str, ...], ...]]
 
     @classmethod
-    def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> _Sharded:
+    def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> Sharded:
         """Shards of a call's operands. Raises: SpecError where they do not belong together."""
         layout = parse(arguments.layout)
         carriers = {name: x for name in CARRIERS if (x := operands[name]) is not None}
@@ -170,6 +171,33 @@ class _Sharded:
             whole = [Replicate()] * self.mesh.ndim
             tensor = DTensor.from_local(tensor, self.mesh, whole, run_check=False)
         return tensor.redistribute(self.mesh, placed).to_local(grad_placements=of_gradient)
+
+    def whole(self, tensor: Any) -> Tensor:
+        """A DTensor that each rank reads all of; a gradient of it is that of all ranks."""
+        from torch.distributed.tensor import Partial, Replicate
+
+        placed = [Replicate()] * self.mesh.ndim
+        of_gradient = [Replicate() if kind == "whole" else Partial() for kind in self.parted]
+        found: Tensor = tensor.redistribute(self.mesh, placed).to_local(grad_placements=of_gradient)
+        return found
+
+    def rows_of(self, kind: Parted, size: int) -> slice:
+        """This rank's rows of so many along what is parted so, as `torch.chunk` cuts them."""
+        start, end = 0, size
+        for dim, rank in enumerate(self.mesh.get_coordinate() or ()):
+            if self.parted[dim] == kind:
+                step = -(-(end - start) // self.mesh.size(dim))
+                start, end = min(end, start + rank * step), min(end, start + (rank + 1) * step)
+        return slice(start, end)
+
+    def starts_of(self, q: Tensor) -> tuple[int | None, int | None]:
+        """Numbers of this rank's first sequence and head, None of what is not parted."""
+        sizes = dict(zip(axes_of(self.layout, "q"), q.shape, strict=True))
+        batch, heads = "batch" in self.parted, "heads" in self.parted
+        return (
+            self.rows_of("batch", sizes["b"]).start if batch else None,
+            self.rows_of("heads", sizes["h"]).start if heads else None,
+        )
 
     def joined(self, outputs: Outputs, operands: Sequence[Any]) -> Outputs:
         """The outputs of all ranks, from this one's."""

@@ -53,7 +53,6 @@ REFUSED = {
     "head dim": (Shard(3), (Q, K), {}, "sharded along 'd'"),
     "one head": (Shard(2), (Q, K[:, :, :1]), {}, "k has 1 heads for 2 ranks: these must divide"),
     "tokens": (Shard(0), (Q[0], K[0]), THD, "packed tokens, whose sequences do not end where"),
-    "function": (Replicate(), (Q, K), {"score_mod": lambda s, *_: s}, "score_mod: functions of"),
     "dropout": (Shard(2), (Q, K), {"dropout_p": 0.5}, "dropout_p: each rank.*\n?.*dropout_p: what"),
     "ends": (
         Shard(0),
