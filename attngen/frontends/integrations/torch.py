@@ -1,4 +1,5 @@
-"""Attention as PyTorch spells it: `sdpa`, `replaced_sdpa`, `register_flash` and `varlen_attn`."""
+"""Attention as PyTorch spells it: `sdpa`, `replaced_sdpa`, `register_flash`, `varlen_attn`, and
+`flex_attention`, which is `attngen`'s."""
 
 from __future__ import annotations
 
@@ -14,14 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ... import attention
+from ... import attention, flex_attention
 from ...call.backend import AUTO, asked, check_backend
 from ...call.taking import taking
 from ...errors import LimitError, SpecError
 from .flash_registry import register_flash
 from .lengths import packed, paged
 
-__all__ = ["register_flash", "replaced_sdpa", "replacing", "sdpa", "varlen_attn"]
+__all__ = [
+    "flex_attention",
+    "register_flash",
+    "replaced_sdpa",
+    "replacing",
+    "sdpa",
+    "varlen_attn",
+]
 
 log = logging.getLogger("attngen")
 Function = Callable[..., Any]

@@ -273,6 +273,7 @@ def test_signatures_are_pytorchs() -> None:
     named = text[text.index("(") + 1 : text.index(")")].replace("\n", " ").split(",")
     wanted = [each.partition("=")[0].strip() for each in named]
     assert [*own.parameters] == [*wanted, "backend"]
+    assert door.flex_attention is attngen.flex_attention
 
 
 def packed_truth(operands, ends, window, used=None) -> Tensor:
