@@ -100,6 +100,9 @@ class Draft:
     kept_rows: int = 0
 
 
+VISIT_BYTES = 8  # a stage of queries: which block comes behind it
+
+
 def make_fused(problem: Problem, target: Target, family: str = MAIN) -> BackwardPlan:
     """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
     at 128, as others have, measured 4 % behind."""
@@ -108,7 +111,10 @@ def make_fused(problem: Problem, target: Target, family: str = MAIN) -> Backward
     d, d_v = _whole_steps(problem.head_dim_qk), _whole_steps(problem.head_dim_v)
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
-    crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
+    # Beside scores, and a window's ends, consumers have no registers for it.
+    tells = problem.listed and not (problem.gather or problem.scores or "window" in problem.masks)
+    of_bits = problem.attn_mask and not tells
+    crowded = problem.dropout or of_bits or problem.bias or problem.gather
     crowded = crowded or problem.wide_gradients  # which leave from registers
     # Under a window, where tiles have few blocks, a kernel that converts dQ takes an eighth of the
     # time. Without an order anyway, wide windows would lose up to a tenth by one.
@@ -129,6 +135,8 @@ def make_fused(problem: Problem, target: Target, family: str = MAIN) -> Backward
     makes_d = _makes_d(problem, tile, completes)
     barriers = 24 + 2 * problem.bias + 2 * completes + 7 * makes_d
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
+    if tells:
+        small["Visits"] = 2 * VISIT_BYTES
     draft = Draft(
         family=family,
         tile=tile,

@@ -104,7 +104,8 @@ class KeyTilesView(MainView):
     splits_heads: whether query heads of a group may have tiles of their own. frees_early: whether
     output gradients are freed before queries, with which D comes then. loads_score_tiles: whether
     the copy engine brings what scores read. awaits_at_start: whether the loader of queries waits
-    for the kernel before, once. dk, dv: the gradients. fetch: how rows come.
+    for the kernel before, once. tells_visits: whether it tells consumers which block comes next, of
+    those that a mask made before shows. dk, dv: the gradients. fetch: how rows come.
     """
 
     varlen: bool
@@ -118,6 +119,7 @@ class KeyTilesView(MainView):
     frees_early: bool
     loads_score_tiles: bool
     awaits_at_start: bool
+    tells_visits: bool
     dk: TensorView
     dv: TensorView
     dk_product: Product
@@ -220,6 +222,7 @@ def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool
         "frees_early": plan.frees_early,
         "loads_score_tiles": loads_score_tiles,
         "awaits_at_start": plan.starts_early and not plan.makes_d,
+        "tells_visits": any(region.name == "Visits" for region in plan.smem),
         "dk": tensor_view(problem, "dk"),
         "dv": tensor_view(problem, "dv"),
     }

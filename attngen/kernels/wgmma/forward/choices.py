@@ -235,7 +235,8 @@ def softmax_order(problem: Problem) -> SoftmaxOrder:
         return replace(softmax, lazy_rescale_log2=0)
     if capped:
         return SoftmaxOrder(LAZY_LOG2_CAPPED, False, True, int(step in (128, 192)))
-    if step < 256 and not problem.attn_mask and (not problem.dropout or (busy and step > 96)):
+    visits = not problem.attn_mask or (problem.listed and not problem.dropout)
+    if step < 256 and visits and (not problem.dropout or (busy and step > 96)):
         quarters = QUARTERS_AHEAD[step, bool(problem.masks)]
         # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half, with ALiBi,
         # whose far blocks are passed over, +1 to +4 %; beside warps that copy rows it would spill.

@@ -27,6 +27,7 @@ from .plan import FORWARD, WIDE, Pipeline, Plan, SoftmaxOrder
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 JOB_BYTES_CUT = 8  # and of tiles of two sizes
+VISIT_BYTES = 4  # a stage of keys: which block comes behind it
 ONES_BYTES = 8 * 128  # columns of ones behind V's, transposed
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 TOKEN_SCALE_BYTES = 12  # a key of a warp's block: struct TokenScales
@@ -115,7 +116,8 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     orders_few = problem.varlen and not problem.eight_bit
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
     drawn = {"Drawn": DRAWN_BYTES} if choice.pairs else {}
-    regions = lay_out(smem_sizes(problem, tile, choice), {**drawn, **order})
+    visits = {"Visits": VISIT_BYTES * choice.k_stages} if problem.listed else {}
+    regions = lay_out(smem_sizes(problem, tile, choice), {**drawn, **order, **visits})
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if registers > operand_limit(problem, choice) or smem_bytes > target.smem_share(choice.ctas):
         return None

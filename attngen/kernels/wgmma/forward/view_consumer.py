@@ -132,8 +132,10 @@ class Blocks:
     C++, from a block to the next.
     end, begin: C++, of all blocks; full_end, full_begin: of those in which no key is hidden. loop:
     the macro of block_loops.cuh.j2 that visits these. first_row: C++, of the tile; first_own_row:
-    C++, before which rows are another tile's. releases_q: queries are released behind the last
-    block.
+    C++, before which rows are another tile's. is_whole: C++, whether no pair of a block that a mask
+    made before shows is hidden, empty without such a mask; told, found: whether the loader of keys
+    says which one comes next, or consumers find it. releases_q: queries are released behind
+    the last block.
     """
 
     own_end: bool
@@ -148,6 +150,9 @@ class Blocks:
     loop: str
     first_row: str
     first_own_row: str
+    is_whole: str
+    told: bool
+    found: bool
     releases_q: bool
 
 
@@ -254,6 +259,7 @@ def keeps_keys(problem: Problem, plan: Plan) -> bool:
 def holds_order(problem: Problem, plan: Plan) -> bool:
     """Whether the order of a block's softmax and the previous product is held."""
     either = problem.attn_mask != problem.dropout
+    either = either and not problem.listed
     return either and not problem.scores and plan.pipeline.consumers == 2
 
 
@@ -322,7 +328,10 @@ def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> B
         may_pass_over=rolling or alone,
         passed_values=f"passed_v + {passed}" if rolling else passed,
         finds_range=(bounds.left or bounds.right) and not own_end,
-        step="block = map.before<kTileN>(block)" if problem.listed else "--block",
+        step="block = next_block" if problem.listed else "--block",
+        is_whole=_is_whole(bounds) if problem.listed else "",
+        told=problem.listed and not problem.gather,
+        found=problem.listed and problem.gather,
         end="block_end" if own_end else "job.block_end",
         begin=begin,
         full_end="full_end" if trusts else "blocks.full_end",
@@ -334,9 +343,19 @@ def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> B
     )
 
 
+def _is_whole(bounds: Bounds) -> str:
+    """C++: whether a block that a mask made before shows is seen whole, by other masks, too."""
+    tests = ["next_whole"]
+    tests += ["block < blocks.full_end"] * bounds.right
+    tests += ["block >= blocks.full_begin"] * bounds.left
+    return " && ".join(tests)
+
+
 def block_loop(problem: Problem, plan: Plan, scores: Scores) -> str:
     """The macro of block_loops.cuh.j2 that visits blocks in which no key is hidden. Those that
     promote sums have code of their own; what bends scores leaves no registers for it."""
+    if problem.listed:
+        return "listed_blocks"
     if trusts_sums(problem, plan):
         return "trusting"
     if plan.promote_blocks > 1:

@@ -19,6 +19,8 @@ struct BlockMap {
   int count;
   int words;
 
+  // One of its rows.
+  ATTNGEN_HD BlockMap part(int row) const { return {rows + row * stride, stride, 1, words}; }
   ATTNGEN_HD u32 word(int place) const {
     u32 found = 0;
 #if defined(__CUDACC__)
