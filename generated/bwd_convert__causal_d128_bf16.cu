@@ -1,4 +1,4 @@
-// bwd_convert__causal_d128_bf16__ff089e
+// bwd_convert__causal_d128_bf16__152594
 // Rendered by attngen from kernels/support/convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -109,7 +109,7 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
 
 // Grid: parts of tiles of keys, then of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d128_bf16__ff089e(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d128_bf16__152594(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   const int ctas = p.q_blocks * kParts + p.key_parts;

@@ -1,4 +1,4 @@
-// bwd_convert__causal_pre_scale_bias_d128_bf16__ac26f2
+// bwd_convert__causal_pre_scale_bias_d128_bf16__f4ccc8
 // Rendered by attngen from kernels/support/convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -71,7 +71,7 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_pre_scale_bias_d128_bf16__ac26f2(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_pre_scale_bias_d128_bf16__f4ccc8(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   const int ctas = p.q_blocks * kParts;

@@ -1,4 +1,4 @@
-// bwd_convert__full_packed_d64_bf16__196df4
+// bwd_convert__full_packed_d64_bf16__75a8b4
 // Rendered by attngen from kernels/support/convert.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -133,7 +133,7 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__full_packed_d64_bf16__196df4(const __grid_constant__ attngen::Params p) {
+bwd_convert__full_packed_d64_bf16__75a8b4(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   const int ctas = p.q_blocks * kParts;

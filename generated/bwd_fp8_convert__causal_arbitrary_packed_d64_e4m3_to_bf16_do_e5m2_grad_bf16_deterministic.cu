@@ -1,4 +1,4 @@
-// bwd_fp8_convert__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__509f1f
+// bwd_fp8_convert__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__bb9287
 // Rendered by attngen from kernels/wgmma/backward/fp8_convert.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -105,7 +105,7 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_fp8_convert__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__509f1f(const __grid_constant__ attngen::Params p) {
+bwd_fp8_convert__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__bb9287(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ __align__(16) unsigned char rows[kRows * kPitch];
   const int ctas = p.q_blocks * kParts;

@@ -1,4 +1,4 @@
-// bwd_fp8_convert__causal_d128_e4m3_to_bf16_do_e5m2_grad_bf16_mixed__2ac80a
+// bwd_fp8_convert__causal_d128_e4m3_to_bf16_do_e5m2_grad_bf16_mixed__9e5dce
 // Rendered by attngen from kernels/wgmma/backward/fp8_convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -43,7 +43,7 @@ static_assert(sizeof(Params) == 88, "packed by the host");
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_fp8_convert__causal_d128_e4m3_to_bf16_do_e5m2_grad_bf16_mixed__2ac80a(const __grid_constant__ attngen::Params p) {
+bwd_fp8_convert__causal_d128_e4m3_to_bf16_do_e5m2_grad_bf16_mixed__9e5dce(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ __align__(16) unsigned char rows[kRows * kPitch];
   const int ctas = p.q_blocks * kParts;

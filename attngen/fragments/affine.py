@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .program import Operation, Program
-from .program_text import depends_on
+from .program_text import depends_on, reached_from
 
 ONE, ZERO = "1.f", ""
 Parts = tuple[str, str]  # C++ of the factor of the score, and of what is added; empty where 0
@@ -24,18 +24,31 @@ class Affine:
 
     def of(self, score: str, per_unit: str) -> str:
         """The C++ of the result in the units of a score. per_unit: C++, by which a scaled one
-        becomes one of these."""
+        becomes one of these; empty where the term is in them."""
         first = {ONE: score, ZERO: ""}.get(self.factor, f"{score} * {self.factor}")
-        last = f"{self.term} * {per_unit}" if self.term else ""
+        last = f"{self.term} * {per_unit}" if self.term and per_unit else self.term
+        return " + ".join(filter(None, (first, last))) or "0.f"
+
+    def in_parts(self, score: str, factor: str, term: str) -> str:
+        """The C++ of the result, whose factor and term are first multiplied by others, as both are
+        worked out once where they are the same for all pairs."""
+        own = factor if self.factor == ONE else f"({self.factor} * {factor})"
+        first = f"{score} * {own}" if self.factor else ""
+        last = f"({self.term} * {term})" if self.term else ""
         return " + ".join(filter(None, (first, last))) or "0.f"
 
 
-def affine_of(program: Program, name_of: Callable[[str], str]) -> Affine | None:
-    """The factor and the term of a program; None where it is no affine function of the score.
+def affine_of(
+    program: Program, name_of: Callable[[str], str], result: str = "", base: str = "s"
+) -> Affine | None:
+    """The factor and the term of a program's value, or another of its values, `result`; None where
+    it is no affine function of the score, or of another value, `base`.
 
     name_of: the C++ of a value.
     """
-    found: dict[str, Parts] = {"s": (ONE, ZERO)}
+    result = result or program.value
+    reached = reached_from(program, result)
+    found: dict[str, Parts] = {base: (ONE, ZERO)}
     statements: list[str] = []
     needs: list[str] = []
 
@@ -46,8 +59,11 @@ def affine_of(program: Program, name_of: Callable[[str], str]) -> Affine | None:
         return found[value]
 
     for place, each in enumerate(program.operations):
-        if "s" not in depends_on(program, [f"v{place}"]):
+        value = f"v{place}"
+        if value not in reached or value in found or "s" not in depends_on(program, [value]):
             continue
+        if "s" in each.args and base != "s":
+            return None
         made = _combined(each, [parts(arg) for arg in each.args]) if each.type == "f" else None
         if made is None:
             return None
@@ -58,7 +74,7 @@ def affine_of(program: Program, name_of: Callable[[str], str]) -> Affine | None:
                 expression = f"{letter}{place}"
             named.append(expression)
         found[f"v{place}"] = (named[0], named[1])
-    factor, term = parts(program.value)
+    factor, term = parts(result)
     return Affine(factor, term, tuple(statements), tuple(needs))
 
 

@@ -8,6 +8,10 @@ HELPERS = {
     // The reciprocal of the largest would be 0.
     return x * reciprocal_of(y * 0.25f) * (0.25f * factor);
   }""",
+    "apart_of": """float apart_of(float x) {
+    // Far enough from 0 to be divided by, and as good as 0.
+    return x < 0x1p-60f && x > -0x1p-60f ? 0x1p-60f : x;
+  }""",
     "times_of": """float times_of(float x, float y) {
     // Rounded before anything is added to it.
 #if defined(__CUDACC__)

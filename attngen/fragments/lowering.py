@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
-from .affine import affine_of
+from .affine import Affine, affine_of
 from .cpp_operations import HELPERS, NEEDS
 from .header import Fragment, Operand
 from .names import CAPTURED, DIAGONAL, NUMBER, PER_UNIT, UNIT, Names, body_of
-from .program import ONE, TYPES, Program
+from .program import ONE, TYPES, Operation, Program
 from .program_text import depends_on
-from .score_lines import ScoreLines, lines_of, turned_lines_of
+from .score_lines import ScoreLines, lines_of, scaled_line, turned_lines_of
 
 NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
 _NO_LINES = ScoreLines()
@@ -74,6 +74,16 @@ def learns_at_keys(program: Program) -> bool:
     derivatives = [derivative for _, derivative in program.learned]
     of_keys = {*reaches_of(program)} <= {"kTile", "kColumn"}
     return of_keys and not depends_on(program, derivatives) & {"s", "i"}
+
+
+def learns_at_queries(program: Program) -> bool:
+    """Whether all that a program learns is what it multiplies scores by, a number a query: the
+    gradient of a query, times the query, is that number times its own gradient. That is made of
+    rounded dS, whose errors sums over many queries would show."""
+    if len(program.learned) != 1:
+        return False
+    ((load, derivative),) = program.learned
+    return derivative == "s" and program.slope == load and reaches_of(program) == ("kRow",)
 
 
 def operands_of(program: Program) -> Iterator[Operand]:
@@ -144,8 +154,10 @@ def _by_lines(
 
 def _slope(program: Program, names: Names, kept: Mapping[str, str]) -> str:
     """The statements of `grad`. kept: the C++ of values that lines have."""
-    lines = names.lines(program.slope, kept=kept)
-    return body_of(program, lines, names.of(program.slope), "0.f")
+    lines, slope = names.lines(program.slope, kept=kept), names.of(program.slope)
+    if learns_at_queries(program):
+        slope = f"apart_of({slope})"  # by which gradients are divided again
+    return body_of(program, lines, slope, "0.f")
 
 
 def _applied(program: Program, names: Names, kept: Mapping[str, str]) -> str:
@@ -154,13 +166,48 @@ def _applied(program: Program, names: Names, kept: Mapping[str, str]) -> str:
     if affine is None:
         lines, result = names.lines(program.value, kept=kept), names.of(program.value)
         made = program.operation(program.value)
-        if made.name == "div":  # by one factor less
-            quotient = ", ".join([*map(names.of, made.args), PER_UNIT])
-            lines = names.lines(*made.args, kept=kept)
-            return body_of(program, lines, f"quotient_of({quotient})", "score")
+        if made.name == "div":
+            return _quotient(program, names, made, kept)
         return body_of(program, lines, f"{result} * {PER_UNIT}", "score")
     lines = [*names.lines(*affine.needs, kept=kept), *affine.statements]
-    return body_of(program, lines, affine.of("score", PER_UNIT), "score")
+    per_unit = "" if kept.get(affine.term, "") and affine.term == scaled_line(program) else PER_UNIT
+    return body_of(program, lines, affine.of("score", per_unit), "score")
+
+
+def _quotient(program: Program, names: Names, made: Operation, kept: Mapping[str, str]) -> str:
+    """Statements that return a quotient in the units of a score: with few operations a pair where
+    it is of what is affine in the score, and no derivative has some of them, too."""
+    above, below = made.args
+    quotient = ", ".join([names.of(above), names.of(below), PER_UNIT])
+    own = names.lines(*made.args, kept=kept)
+    plain = body_of(program, own, f"quotient_of({quotient})", "score")
+    top, divisor = affine_of(program, names.of, above), _divisor(program, names)
+    if top is None or divisor is None:
+        return plain
+    bottom, under = divisor
+    lines = names.lines(*top.needs, *bottom.needs, kept=kept)
+    lines += dict.fromkeys((*top.statements, *bottom.statements))
+    over = top.in_parts("score", f"({UNIT} * (0.25f * {PER_UNIT}))", f"(0.25f * {PER_UNIT})")
+    short = body_of(program, lines, f"({over}) * reciprocal_of({under})", "score")
+    plain, short = (each.replace("\n", "\n  ") for each in (plain, short))
+    return f"if constexpr (At::kDerived) {{\n      {plain}\n    }} else {{\n      {short}\n    }}"
+
+
+def _divisor(program: Program, names: Names) -> tuple[Affine, str] | None:
+    """Find what a program's value is divided by last, where that is affine in the score, or in its
+    magnitude, and the C++ of a quarter of it, as the reciprocal of the largest would be 0."""
+    made = program.operation(program.value) if program.value.startswith("v") else None
+    if made is None or made.name != "div":
+        return None
+    found = affine_of(program, names.of, made.args[1])
+    if found is not None:
+        return found, found.in_parts("score", f"(0.25f * {UNIT})", "0.25f")
+    whole = (f"v{n}" for n, each in enumerate(program.operations) if each.text == "abs f s")
+    found = affine_of(program, names.of, made.args[1], base=next(whole, "s"))
+    if found is None:
+        return None
+    unit = f"(0.25f * magnitude_of({UNIT}))"
+    return found, found.in_parts("magnitude_of(score)", unit, "0.25f")
 
 
 def _lines(
@@ -170,14 +217,15 @@ def _lines(
     none. fewest: how many of them kernels want that do not learn."""
     if not values:
         return ""
-    made = []
+    made, scaled = [], scaled_line(program)
     for begin, end in ((0, fewest), (fewest, len(values))):
         wanted = values[begin:end]
         lines = names.lines(*wanted)
         for place, value in enumerate(wanted, begin):
             is_float = program.operation(value).type == "f"
             bits = value if is_float else f"__builtin_bit_cast(float, {value})"
-            lines.append(f"lines[{place}] = {bits};")
+            unit = f" * {PER_UNIT}" if value == scaled else ""
+            lines.append(f"lines[{place}] = {bits}{unit};")
         made.append("\n    ".join(lines))
     first, rest = made
     if rest:
@@ -211,12 +259,13 @@ def _learn(program: Program, names: Names) -> str:
             )
         return body_of(program, lines, "", "")
 
-    of_keys = _learn_keys(program, names) if learns_at_keys(program) else ""
+    of_lines = _learn_keys(program, names) if learns_at_keys(program) else ""
+    of_lines += _learn_row(program, names) if learns_at_queries(program) else ""
     return f"""
   // Where the number lies in the sums that load kLoad reads.
   template <int kLoad, class At>
   ATTNGEN_HD long long place(const Context& ctx, At at) const {{{places}
-  }}{of_keys}
+  }}{of_lines}
   // Adds the derivatives by captured numbers, times that of the result.
   template <class At, class Sums>
   ATTNGEN_HD void learn(const Context& ctx, float score, float gradient, At at, Sums& sums) const {{
@@ -237,6 +286,20 @@ def _learn_keys(program: Program, names: Names) -> str:
   // Adds the derivatives of all scores of a key, of whose results this is a thread's gradient.
   template <class Sums>
   ATTNGEN_HD void learn_key(const Context& ctx, ScoreSpot at, float gradient, Sums& sums) const {{
+    {body}
+  }}"""
+
+
+def _learn_row(program: Program, names: Names) -> str:
+    """The C++ of the member that adds derivatives of all scores of a query at once."""
+    ((load, _),) = program.learned
+    found = f"product / apart_of({names.of(load)})"
+    added = f"sums.template add<Sums::kRow>(place<0>(ctx, at), {found});"
+    body = "\n    ".join([*names.lines(load), added])
+    return f"""
+  // Adds the derivatives of all scores of a query: of its gradient times itself, a thread's part.
+  template <class Sums>
+  ATTNGEN_HD void learn_row(const Context& ctx, ScoreSpot at, float product, Sums& sums) const {{
     {body}
   }}"""
 

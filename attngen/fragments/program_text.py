@@ -138,6 +138,17 @@ def facts_of(program: Program) -> Iterator[str]:
             yield f"reads captured_{capture}, {dtype}, by {where}{ends}"
 
 
+def reached_from(program: Program, value: str) -> frozenset[str]:
+    """The values that a value is made of, itself among them."""
+    wanted, seen = [value], set()
+    while wanted:
+        each = wanted.pop()
+        if each not in seen:
+            seen.add(each)
+            wanted += program.operation(each).args if each.startswith("v") else ()
+    return frozenset(seen)
+
+
 def depends_on(program: Program, values: Iterable[str]) -> frozenset[str]:
     """Find on which of s, b, h, i and j values of a program depend."""
     wanted, seen = [*values], set()

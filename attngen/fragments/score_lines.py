@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from .affine import affine_of
 from .program import Program
-from .program_text import depends_on, programs_in
+from .program_text import depends_on, programs_in, reached_from
 
 _OF_DISTANCES = frozenset(("sub", "ge", "gt", "le", "lt", "eq", "ne"))  # of two positions
 _MOST = 4  # lines of a program, which shared memory has room for
@@ -68,6 +69,20 @@ def turned_lines_of(program: Program) -> ScoreLines:
     distances = lines_of(program).distances
     few = len(rows) + len(distances) <= _MOST
     return ScoreLines(distances=distances, rows=rows) if few else ScoreLines()
+
+
+@cache
+def scaled_line(program: Program) -> str:
+    """The line that a program adds to scores and reads for nothing else, which kernels keep in the
+    units of their scores; empty where there is none."""
+    affine, lines = affine_of(program, str), lines_of(program)
+    term = "" if affine is None else affine.term
+    if term not in (*lines.columns, *lines.distances) or program.operation(term).type != "f":
+        return ""
+    ends = [program.slope, *(derivative for _, derivative in program.learned)]
+    others = [each for end in ends for each in reached_from(program, end)]
+    users = [each for each in program.operations if term in each.args]
+    return term if term not in others and len(users) == 1 else ""
 
 
 def _find(program: Program, values: list[str]) -> ScoreLines:

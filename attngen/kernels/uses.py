@@ -100,10 +100,17 @@ def lines_of(scores: Sequence[FragmentUse]) -> tuple[int, ...]:
 
 
 def place_of(
-    scores: Sequence[FragmentUse], masks: Iterable[FragmentUse], *, keeps_lines: bool
+    scores: Sequence[FragmentUse],
+    masks: Iterable[FragmentUse],
+    *,
+    keeps_lines: bool,
+    derives: bool = False,
 ) -> str:
-    """C++: what fragments are told of an element."""
+    """C++: what fragments are told of an element. derives: whether derivatives are asked for, as
+    programs want to know."""
     hides = hides_past(masks)
+    if derives and any(use.fragment.program for use in scores):
+        return f"DerivedPlace<{hides}>"
     if keeps_lines:
         return f"LinedPlace<{hides}, {', '.join(map(str, lines_of(scores)))}>"
     return f"ScaledPlace<{hides}>" if scores[0].fragment.name == TOKEN_SCALES else f"Place<{hides}>"

@@ -348,7 +348,7 @@ def score_list_view(
     return ScoreListView(
         name=name,
         function=function,
-        place=place_of(scores, masks, keeps_lines=keeps_lines),
+        place=place_of(scores, masks, keeps_lines=keeps_lines, derives=gradient),
         scores=views,
         unit="tile_unit" if scales_tile else "unit" if tiled and scales else "",
         unit_value="per_unit" if scales_tile else "unit" if scales else "",

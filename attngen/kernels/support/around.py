@@ -47,7 +47,8 @@ class ConvertPlan(KernelPlan):
     where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile.
     `dq_split`: parts are rows of dQ, or columns; in `planes` lie the same elements of all threads
     next to each other, elsewhere, as in `quads`, four of a thread. Sums of the last two have been
-    zeroed, those of others have counts of what was added to them."""
+    zeroed, those of others have counts of what was added to them. `learns`: whether it adds the
+    gradients of what a score multiplies those of queries by."""
 
     arch: str
     family: str
@@ -59,6 +60,7 @@ class ConvertPlan(KernelPlan):
     dv_columns: int
     key_rows: int
     threads: int
+    learns: bool = False
 
 
 @dataclass(frozen=True)

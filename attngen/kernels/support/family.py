@@ -36,7 +36,9 @@ ROWS = frozenset({"lse_log2", "d", "turns"})
 AROUND = {
     PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
     CLEAR: Kind(ClearPlan, "support/prepare", ROWS | {"dq_acc"}, frozenset({"dq"})),
-    CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
+    CONVERT: Kind(
+        ConvertPlan, "support/convert", frozenset({"dq", "dlearned"}), frozenset({"dk", "dv"})
+    ),
     ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
 }
 

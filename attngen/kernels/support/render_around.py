@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ...spec.problem import Problem
 from ..fill import Source, fill_view
 from ..params import Names, describe, diagonal_names, mask_names, operands_of, strides_of, typed
 from ..plan import template_of
-from ..uses import uses_of
+from ..uses import FragmentUse, uses_of
 from .around import CLEARED, AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_parts import Uses, sequence_view
@@ -42,9 +43,10 @@ def view_of(
         kernel = _prepare(problem, plan, operands)
         return prepare_view(problem, plan, kernel, uses, root), kernel
     if isinstance(plan, ConvertPlan):
-        kernel = _convert(problem, plan, operands)
+        learned = [use for use in known["score"] if use.fragment.learned and plan.learns]
+        kernel = _convert(problem, plan, operands, learned)
         keys = sequence_view(known["kv_seq"][0])
-        return convert_view(problem, plan, kernel, uses, keys, root), kernel
+        return convert_view(problem, plan, kernel, uses, keys, learned, root), kernel
     kernel = _row_sums(problem, plan, operands)
     return row_sums_view(problem, plan, kernel, uses, root), kernel
 
@@ -87,13 +89,18 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
     )
 
 
-def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
+def _convert(
+    problem: Problem, plan: ConvertPlan, operands: Names, learned: Sequence[FragmentUse]
+) -> KernelEntry:
     counts = plan.dq_split not in CLEARED
     workspace: tuple[Workspace, ...] = ("dq_acc", "turns" if counts else "dq_added")
     names = [*typed("ptr", "dq_acc", *(("turns",) * counts), "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
     names += typed("i32", "dim_qk") if problem.gather else []
+    if learned:
+        names += [*typed("ptr", "q", "dlearned"), *strides_of("q")]
+        names += operands_of({"score": [*learned]})
     if plan.dk_columns:
         workspace += ("dkv_acc",)
         names += [*typed("ptr", "dkv_acc", "dk", "dv"), *strides_of("dk"), *strides_of("dv")]

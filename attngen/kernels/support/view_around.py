@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +10,15 @@ from ...runtime.program import KernelEntry
 from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.problem import Problem
 from ...targets.target import TARGETS
+from ..fill import emit_fragment
 from ..plan import template_of
+from ..uses import FragmentUse
 from ..view import (
     CPP_ELEMENTS,
+    FragmentView,
     KernelView,
     MaskListView,
+    captured_view,
     kernel_view,
     mask_list_view,
 )
@@ -102,7 +107,9 @@ class ConvertView(BlockView):
     counts: whether blocks to which no tile has added have no sums, as their count of turns says.
     sums_keys: whether dK and dV have sums in memory, too, of
     `key_rows` keys a tile. wide: whether dQ is float32.
-    stores_chunks: whether rows of 16 bits leave in chunks of 16 bytes.
+    stores_chunks: whether rows of 16 bits leave in chunks of 16 bytes. learned: the score that
+    multiplies others by what it learns, whose gradients are made here, or None; sums: C++, the type
+    of what adds these.
     """
 
     head_dim_v: int
@@ -121,6 +128,8 @@ class ConvertView(BlockView):
     dropout: bool
     wide: bool
     stores_chunks: bool
+    learned: FragmentView | None
+    sums: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +191,18 @@ def convert_view(
     kernel: KernelEntry,
     uses: Uses,
     keys: SequenceView,
+    learned: Sequence[FragmentUse],
     root: Path,
 ) -> ConvertView:
-    """Decide what convert.cu.j2 renders. uses: fragments of the sequences that it reads. root: the
-    templates' directory."""
+    """Decide what convert.cu.j2 renders. uses: fragments of the sequences that it reads. learned:
+    the score that learns at queries, if any does. root: the templates' directory."""
+    structs = [structs_of(uses, root)] if problem.varlen else []
+    structs += [emit_fragment(root, use.fragment) for use in learned]
     return ConvertView(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
         headers=_convert_headers(problem, plan),
-        structs=structs_of(uses, root) if problem.varlen else "",
+        structs="\n\n".join(structs),
         element=CPP_ELEMENTS[problem.dtype_q],
         row_block=plan.row_block,
         varlen=problem.varlen,
@@ -215,6 +227,8 @@ def convert_view(
         dropout=problem.dropout,
         wide=problem.wide_gradients,
         stores_chunks=not (problem.gather or problem.wide_gradients),
+        learned=next(map(captured_view, learned), None),
+        sums=f"LineSums<{str(problem.deterministic).lower()}>",
     )
 
 
@@ -270,7 +284,8 @@ def _prepare_headers(problem: Problem, plan: PreparePlan) -> str:
 
 def _convert_headers(problem: Problem, plan: ConvertPlan) -> str:
     return included(
-        ("context.cuh", problem.varlen),
+        ("context.cuh", problem.varlen or plan.learns),
+        ("learned_sums.cuh", plan.learns),
         ("mma/fragment.cuh", True),
         ("mma/store_float.cuh", problem.wide_gradients),
         ("mma/sums.cuh", plan.dq_split == "planes"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attngen.fragments.affine import affine_of
-from attngen.fragments.lowering import fragment_of, learns_at_keys
+from attngen.fragments.lowering import fragment_of, learns_at_keys, learns_at_queries
 from attngen.fragments.program import Program
-from attngen.fragments.score_lines import is_light
+from attngen.fragments.score_lines import is_light, scaled_line
 from attngen.frontends.pytorch import callables
 
 BIAS, ROW = torch.randn(4, 80).requires_grad_(), torch.randn(80)
@@ -72,3 +72,44 @@ def test_sums_of_keys_serve_what_neither_queries_nor_scores_change() -> None:
         lambda s, b, h, i, j: s + ROW[j],
     ):
         assert not learns_at_keys(program_of(mod))
+
+
+def test_products_with_queries_serve_what_scores_are_multiplied_by() -> None:
+    assert learns_at_queries(program_of(lambda s, b, h, i, j: s * BIAS[h, i] + ROW[j]))
+    for mod in (
+        lambda s, b, h, i, j: s * BIAS[h, j],
+        lambda s, b, h, i, j: s * BIAS[h, 0],  # whose sum over queries would show rounded dS
+        lambda s, b, h, i, j: s * torch.sigmoid(BIAS[h, i].log()),
+        lambda s, b, h, i, j: torch.tanh(s * BIAS[h, i]),
+        lambda s, b, h, i, j: s + BIAS[h, i],
+        lambda s, b, h, i, j: s * ROW[i],
+    ):
+        assert not learns_at_queries(program_of(mod))
+
+
+def test_lines_that_are_only_added_are_kept_in_units_of_scores() -> None:
+    added = program_of(lambda s, b, h, i, j: s + BIAS[h, j])
+    assert scaled_line(added)
+    text = fragment_of(added).text
+    assert text is not None
+    assert "lines[0] = v0 * score_per_unit;" in text and "score + v0 : score;" in text
+    for mod in (
+        lambda s, b, h, i, j: s * BIAS[h, j],
+        lambda s, b, h, i, j: s * ROW[j] + ROW[j],
+        lambda s, b, h, i, j: s + BIAS[h, j] * BIAS[h, j],  # a derivative of which is the line
+        lambda s, b, h, i, j: s + ROW[i],
+        lambda s, b, h, i, j: torch.tanh(s) + ROW[j],
+    ):
+        program = program_of(mod)
+        line = scaled_line(program)
+        ends = [program.slope, *(derivative for _, derivative in program.learned)]
+        assert line not in ends or not line
+
+
+def test_quotients_by_a_score_have_one_reciprocal_and_three_operations() -> None:
+    text = fragment_of(program_of(lambda s, b, h, i, j: 12.0 * s / (12.0 + s.abs()))).text
+    assert text is not None
+    short = text.split("At::kDerived")[1].split("else")[1].split("return live ? ")[1].split(";")[0]
+    assert short.count("reciprocal_of") == 1 and "quotient_of" not in short
+    other = fragment_of(program_of(lambda s, b, h, i, j: s / (2.0 + s * s))).text
+    assert other is not None and "At::kDerived" not in other

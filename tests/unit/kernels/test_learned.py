@@ -179,3 +179,24 @@ def test_scores_that_learn_have_no_order_of_their_own_under_narrow_windows() -> 
     assert problem_of(**fields).orders() == (problem_of(**fields),)
     plain, *_ = resolve(AttentionSpec(directions=("bwd",), **fields), features.scan())
     assert len(plain.orders()) == 2
+
+
+def times_queries(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * ROW[b, i]
+
+
+def test_what_multiplies_scores_of_queries_is_learned_where_dq_is_rounded() -> None:
+    program = callables._traced("score_mod", times_queries, torch.device("cpu")).program
+    fields = {"score_mod": features.register_program(program).name, "head_dim": 128}
+
+    def kernels(**more: Any) -> dict[str, Any]:
+        spec = AttentionSpec(directions=("bwd",), **{**fields, **more})
+        problem, *_ = resolve(spec, features.scan())
+        return {each.family: each for each in plans(problem, "sm_90a")}
+
+    found = kernels(dtype="bf16")
+    assert OF_LEARNED not in found and found["bwd_convert"].learns
+    # float16 has no numbers as small as what keeps zeros apart; two kernels round dQ themselves.
+    for others in (kernels(dtype="fp16"), kernels(dtype="bf16", head_dim=192)):
+        assert OF_LEARNED in others
+        assert "bwd_convert" not in others or not others["bwd_convert"].learns

@@ -29,12 +29,14 @@ constexpr int kLongest = 1 << 30;
 // a constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is
 // past the diagonal, so that a score there need not be right. `tile` is element [i, j] of what the
 // score reads in tiles, in the kernel's units. kLines, kTurned: what keys and
-// distances, or queries and distances, have in common is at hand.
+// distances, or queries and distances, have in common is at hand. kDerived: the derivative is asked
+// for, too.
 template <bool kPastHidden>
 struct Place {
   static constexpr bool kPast = kPastHidden;
   static constexpr bool kLines = false;
   static constexpr bool kTurned = false;
+  static constexpr bool kDerived = false;
   int i;
   int j;
   float distance;
@@ -42,6 +44,11 @@ struct Place {
   float tile = 0.f;
   // Whether the result of a score that a mask hides does not matter, or no mask hides it.
   ATTNGEN_HD static constexpr bool is_whole() { return false; }
+};
+
+template <bool kPastHidden>
+struct DerivedPlace : Place<kPastHidden> {
+  static constexpr bool kDerived = true;
 };
 
 // A query and a key alone.

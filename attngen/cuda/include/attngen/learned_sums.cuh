@@ -57,10 +57,11 @@ ATTNGEN_DEVICE void add_derivative(void* made, long long place, float value) {
   }
 }
 
-// What a warp of 16 keys has summed over queries, of a thread's key at a time.
+// What a warp of 16 keys has summed over queries, or of queries over keys, of a thread's one at a time.
 template <bool kExact>
-struct KeySums {
+struct LineSums {
   static constexpr Reach kTile = Reach::kTile;
+  static constexpr Reach kRow = Reach::kRow;
   static constexpr Reach kColumn = Reach::kColumn;
 
   void* made;

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ....fragments.lowering import learns_at_keys, reaches_of
+from ....fragments.lowering import learns_at_keys, learns_at_queries, reaches_of
 from ....fragments.names import DIAGONAL
-from ....fragments.program import learns
+from ....fragments.program import Program, learns
 from ....fragments.program_text import programs_in
 from ....fragments.score_lines import lines_in
 from ....spec.problem import DTYPE_BYTES, Problem
@@ -42,7 +42,7 @@ def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[Bia
 
 def learned_plans(problem: Problem, row_block: int, target: Target) -> Iterator[LearnedPlan]:
     """The plan of the kernel of the gradients of what a score learns, where it does."""
-    if not learns(problem.scores) or sums_keys(problem):
+    if not learns(problem.scores) or sums_keys(problem) or sums_queries(problem):
         return
     choices = [(n, stages) for n in (LEARNED_KEYS, 32) for stages in (6, 4, 3, 2)]
     made = (_make_learned(problem, row_block, target, *choice) for choice in choices)
@@ -53,11 +53,28 @@ def learned_plans(problem: Problem, row_block: int, target: Target) -> Iterator[
 def sums_keys(problem: Problem) -> bool:
     """Whether the kernel of all gradients also makes those of what a score learns, which it has by
     sums of its keys."""
+    program = _lone_program(problem)
+    return program is not None and learns_at_keys(program)
+
+
+def sums_queries(problem: Problem) -> bool:
+    """Whether the kernel that rounds dQ also makes the gradients of what a score learns: it has
+    them by dQ times Q. Products of dS keep numbers near 0 apart from it in bfloat16 alone."""
+    program = _lone_program(problem)
+    rounded = problem.dtype_q == "bf16" and not (problem.gather or problem.wide_gradients)
+    completes = problem.deterministic and "window" in problem.masks
+    apart = rounded and not completes
+    return program is not None and apart and learns_at_queries(program)
+
+
+def _lone_program(problem: Problem) -> Program | None:
+    """The program that learns, where it sees products of queries and keys, and one kernel makes
+    all gradients; else None."""
     programs = [each for each in programs_in(problem.fragment_digests) if each.learned]
     if len(programs) != 1 or problem.dropout or problem.bias or not fuses(problem):
-        return False
+        return None
     (program,) = programs
-    return {*problem.scores} <= {program.name, *LIGHT_SCORES} and learns_at_keys(program)
+    return program if {*problem.scores} <= {program.name, *LIGHT_SCORES} else None
 
 
 def sums_by_distance(problem: Problem) -> bool:

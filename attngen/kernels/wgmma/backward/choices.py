@@ -20,7 +20,7 @@ from ...support.around import (
 )
 from ..shared import BARRIER_BYTES, boxes_of
 from . import fp8_choices
-from .bias_gradient import bias_plans, learned_plans
+from .bias_gradient import bias_plans, learned_plans, sums_queries
 from .feasible import (
     JOB_BYTES,
     SMALL_BYTES,
@@ -47,7 +47,7 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         return ()
     if fuses(problem):
         fused = make_fused(problem, target)
-        converts = () if fused.completes else (_convert(fused),)
+        converts = () if fused.completes else (_convert(problem, fused),)
         return (
             _prepare(fused),
             *_row_sums(problem, fused.row_block, target),
@@ -99,13 +99,14 @@ def _row_sums(problem: Problem, row_block: int, target: Target) -> Iterator[RowS
         yield row_sums_plan(target.name, row_block)
 
 
-def _convert(main: BackwardPlan) -> ConvertPlan:
+def _convert(problem: Problem, main: BackwardPlan) -> ConvertPlan:
     split, columns = main.dq_split, main.dq_columns
     rows, parts = main.row_block, main.consumers
     dk, dv = (main.dk_columns, main.dv_columns) if main.splits_heads else (0, 0)
     keys = main.tile.n if main.splits_heads else 0
+    learns, threads = sums_queries(problem), CONVERT_THREADS
     return ConvertPlan(
-        main.arch, CONVERT, rows, parts, split, columns, dk, dv, keys, CONVERT_THREADS
+        main.arch, CONVERT, rows, parts, split, columns, dk, dv, keys, threads, learns
     )
 
 

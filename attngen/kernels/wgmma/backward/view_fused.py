@@ -162,7 +162,7 @@ def fused_view(
         packs_weights=not (problem.dropout or fields["scores"].bend),
         heads_matter=bool(problem.scores) or problem.dropout or problem.attn_mask,
         learned=traced if learns else "",
-        key_sums=f"KeySums<{str(problem.deterministic).lower()}>",
+        key_sums=f"LineSums<{str(problem.deterministic).lower()}>",
         lined=traced if lines else "",
         lines=f"ScoreLines<kTileM, {numbers}, true>" if lines else "",
         prefetched=_prefetched(problem, plan),
