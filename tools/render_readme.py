@@ -23,6 +23,7 @@ from tools import (  # noqa: E402
     callables_table,
     doors_table,
     mma_sync_table,
+    runs_table,
     speed_summary,
     variant_table,
 )
@@ -58,6 +59,8 @@ def _lines(path: Path) -> Iterator[str]:
         return doors_table.markdown(path)
     if path.name.startswith("mma-sync"):
         return mma_sync_table.markdown(path)
+    if runs_table.is_again(path):
+        return runs_table.markdown(path)
     if path.name == "variant-peers.json":
         return variant_table.markdown(path)
     try:
