@@ -18,7 +18,7 @@ from attngen.spec.problem import Problem
 from . import cases, gradients, oracle, variants
 from .cases import Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.wgmma]
+pytestmark = pytest.mark.gpu
 
 ONES, LARGE = 0xFF, 0x7F  # bytes of NaN and -1; of 3e38, and of counts beyond any
 # Head dims of one box of values and two, full or not; every dim has a kernel for each kind of mask.

@@ -15,7 +15,7 @@ from . import cases, gradients, oracle, variants
 from .cases import Case
 from .variants import Variant
 
-pytestmark = [pytest.mark.gpu, pytest.mark.wgmma]
+pytestmark = pytest.mark.gpu
 LENGTHS = (1, 7, 63, 64, 65, 100, 127, 129, 191, 192, 193, 255, 300, 321, 383, 448, 511, 512)
 DIMS = ((64, 64), (128, 128), (72, 40), (96, 128))
 KERNELS = [cases.spec(d, v, mask=mask) for d, v in DIMS for mask in ("none", "causal")]
@@ -74,6 +74,7 @@ def test_short_captured_call_is_replayed_and_runs_agree(mask):
             assert oracle.same(found, wanted)
 
 
+@pytest.mark.wgmma
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_short_call_has_right_gradients(mask):
     tensors = oracle.operands(4, 8, 8, 128, 128, 64)
@@ -92,6 +93,7 @@ def takes_small_tiles(q, k, v, **asked) -> bool:
     return entry.ctas > 1
 
 
+@pytest.mark.wgmma
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("shape", "mask", "short"),
@@ -110,6 +112,7 @@ def test_short_kernel_serves_calls_of_few_rows(shape, mask, short):
     assert takes_small_tiles(x, x, x, mask=mask) == short
 
 
+@pytest.mark.wgmma
 @pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128])
 def test_short_kernel_serves_windows_of_few_tiles(d):
@@ -120,6 +123,7 @@ def test_short_kernel_serves_windows_of_few_tiles(d):
     oracle.check_call(*oracle.operands(2, 8, 2, 1500, 1500, d), mask="causal", window=(127, 0))
 
 
+@pytest.mark.wgmma
 def test_short_spec_is_built_with_both_kernels():
     families = [built.plan.family for built in attngen.build(AttentionSpec(64), "sm_90a")]
     assert families == ["sm90_fwd", "sm90_fwd_short"]
