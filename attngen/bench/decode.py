@@ -27,7 +27,7 @@ from .checking import EPSILON, Expected, check
 from .decode_report import SCHEMA, Case, Report, Row, make_row, means_of
 from .machine import describe_machine
 from .report import OURS
-from .run import require_gpu
+from .run import each_timed, require_gpu
 
 GRAPH_CALLS = 8
 HOST_CALLS = 50  # far fewer launches than the driver queues
@@ -177,15 +177,20 @@ def run(
 ) -> Report:
     """Time attngen and the peers, case after case, on the current CUDA device.
 
-    progress: is told each row as it comes. Raises: MeasureError where nothing can be timed here.
+    progress: is told each row as it comes. An interrupt ends the report behind the rows that there
+    are. Raises: MeasureError where nothing can be timed here.
     """
     require_gpu()
     makers = {OURS: _ours, **{name: maker for name, (_, maker) in found.items()}}
+
+    def time_one(case: Case) -> Row:
+        torch.cuda.empty_cache()  # caches of the case before are as large
+        return time_case(case, makers, rounds, budget_ms)
+
     rows = []
-    for case in cases:
-        rows.append(time_case(case, makers, rounds, budget_ms))
-        progress(rows[-1])
-        torch.cuda.empty_cache()  # the next case's caches are as large
+    for row in each_timed(cases, time_one):
+        rows.append(row)
+        progress(row)
     return Report(
         schema=SCHEMA,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),

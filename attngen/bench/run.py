@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,9 @@ from .machine import describe_machine
 from .peers import Call, Maker, Operands, Peer, Through, describe, ours
 from .report import DETERMINISTIC, OURS, SCHEMA, Report, Row, make_row, means_of
 from .workloads import FLOPS, Case
+
+Timed = TypeVar("Timed")
+Made = TypeVar("Made")
 
 
 def require_gpu() -> str:
@@ -55,7 +59,8 @@ def run(
 
     peers: one that has attngen's name stands for it, in another front end. absent: peers that were
     asked for and are not here, by name and reason. progress: is given the report so far as each row
-    comes. Raises: MeasureError where nothing can be timed here.
+    comes. An interrupt ends it behind the rows that there are. Raises: MeasureError where nothing
+    can be timed here.
     """
     require_gpu()
     makers = participants(direction, peers, manner)
@@ -75,11 +80,26 @@ def run(
         means={},
         through=manner.through,
     )
-    for case in cases:
-        rows = (*report.rows, time_case(direction, case, makers, manner, read))
+    for row in each_timed(cases, lambda case: time_case(direction, case, makers, manner, read)):
+        rows = (*report.rows, row)
         report = replace(report, rows=rows, means=means_of(rows))
         progress(report)
     return report
+
+
+def each_timed(cases: Iterable[Timed], time_one: Callable[[Timed], Made]) -> Iterator[Made]:
+    """The rows of the cases, one after another; where an interrupt (Ctrl-C) comes behind the first,
+    those before it."""
+    some = False
+    for case in cases:
+        try:
+            row = time_one(case)
+        except KeyboardInterrupt:
+            if some:
+                return
+            raise
+        some = True
+        yield row
 
 
 def participants(direction: str, peers: Mapping[str, Peer], manner: Manner) -> dict[str, Maker]:

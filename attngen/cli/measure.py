@@ -173,7 +173,7 @@ def _bench(
         from ..bench import plot
 
         plot.save(report, plot_file)
-    _require_figures(report.rows)
+    _require_figures(report.rows, len(cases))
 
 
 def _prepare(json_file: Path | None, plot_file: Path | None) -> None:
@@ -192,10 +192,12 @@ def _prepare(json_file: Path | None, plot_file: Path | None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _require_figures(rows: Sequence[Row | decode_report.Row]) -> None:
+def _require_figures(rows: Sequence[Row | decode_report.Row], cases: int) -> None:
     lacking = [row.case for row in rows if "attngen" in row.missing]
     if lacking:
         raise MeasureError(f"attngen has no figure in {', '.join(lacking)}")
+    if len(rows) < cases:
+        raise MeasureError(f"stopped: {len(rows)} of {cases} cases were timed")
 
 
 @bench.command(
@@ -241,7 +243,7 @@ def bench_decode(
         from ..bench import plot
 
         plot.save(measured, plot_file)
-    _require_figures(measured.rows)
+    _require_figures(measured.rows, len(cases))
 
 
 @bench.command("plot")

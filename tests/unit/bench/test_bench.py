@@ -121,7 +121,8 @@ def test_bench_through_a_call_has_short_rounds_unless_told(
 
     monkeypatch.setattr(run, "require_gpu", lambda: "sm_90a")
     monkeypatch.setattr(run, "run", timed)
-    options = ["--through", "call", "--energy", "--peers", "sdpa", *given]
+    cases = ["--cases", "b32-s512-h16-d128-*"]  # two
+    options = ["--through", "call", "--energy", "--peers", "sdpa", *cases, *given]
     assert CliRunner().invoke(main, ["bench", "bwd", *options]).exit_code == 0
     rounds, budget_ms = expected
     assert seen == [run.Manner(rounds, budget_ms, through="call", energy=True)]
