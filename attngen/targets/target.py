@@ -28,11 +28,12 @@ class Target:
     an SM, of which the driver keeps cta_reserved_bytes for each CTA. sm_registers: 32-bit registers
     of an SM. instructions: what kernels use that not every architecture has: copies that threads
     start and await, programmatic dependent launch, registers moved between warpgroups, the copy
-    engine, and products of warpgroups. fp8:
-    whether its tensor cores multiply FP8. mma_flops: dense 8-bit FLOPs of an SM's tensor cores in
-    one cycle, half as many of 16 bits. exponentials: those of an SM in one cycle. chip: the chip
-    whose measurements choose plans where ATTNGEN_CHIP names no other. exact: whether its cubins run
-    on devices of its own capability alone, not on those of later minor versions.
+    engine, and products of warpgroups. fp8: whether its tensor cores multiply FP8; warp_fp8:
+    whether those of a warp (mma.sync) do, and not 16 bits that both operands become first.
+    mma_flops: dense 8-bit FLOPs of an SM's tensor cores in one cycle, half as many of 16 bits.
+    exponentials: those of an SM in one cycle. chip: the chip whose measurements choose plans where
+    ATTNGEN_CHIP names no other. exact: whether its cubins run on devices of its own capability
+    alone, not on those of later minor versions.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Target:
     sm_registers: int
     instructions: frozenset[Instruction]
     fp8: bool
+    warp_fp8: bool
     mma_flops: int
     exponentials: int
     chip: str
@@ -81,6 +83,7 @@ _HOPPER = Target(
     sm_registers=1 << 16,
     instructions=frozenset({"cp_async", "griddepcontrol", "setmaxnreg", "tma", "wgmma"}),
     fp8=True,
+    warp_fp8=False,
     mma_flops=8192,
     exponentials=16,
     chip="nvidia-h200",
@@ -104,6 +107,7 @@ _AMPERE = Target(
     sm_registers=1 << 16,
     instructions=frozenset({"cp_async"}),
     fp8=False,
+    warp_fp8=False,
     mma_flops=4096,
     exponentials=16,
     chip="nvidia-a100",
@@ -118,7 +122,9 @@ _AMPERE_86 = replace(
 )
 _ORIN = replace(_AMPERE, name="sm_87", capability=(8, 7), chip="jetson-agx-orin", exact=True)
 # Ada. Rate: L40S datasheet, 733 TFLOP/s of FP8 on 142 SMs at 2.52 GHz.
-_ADA = replace(_AMPERE_86, name="sm_89", capability=(8, 9), fp8=True, chip="nvidia-l40s")
+_ADA = replace(
+    _AMPERE_86, name="sm_89", capability=(8, 9), fp8=True, warp_fp8=True, chip="nvidia-l40s"
+)
 # Blackwell of graphics cards and workstations. Rate: RTX PRO 6000, 1008 TFLOP/s of FP8 on 188 SMs
 # at 2.6 GHz.
 _BLACKWELL_120 = replace(

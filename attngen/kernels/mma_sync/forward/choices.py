@@ -89,6 +89,9 @@ WIDE_CHOICES = (
 )
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
 SCALED_BLOCK = 32  # keys whose tokens have scales: of 64 kernels spill 24 to 900 bytes
+# Keys of 8 bits that become 16: of 64 kernels spill 40 to 1,400 bytes. Measured -4 % at 128, +2 and
+# +13 % at 192, +2 and -3 % at 256, full and causal, over larger blocks; -17 and -13 % at 64.
+CONVERTED_BLOCK = 32
 SCALED_LIMIT = 164  # registers of operands beside them: of 168, 60 to 92 bytes
 
 
@@ -112,10 +115,12 @@ def own_columns(problem: Problem, choice: Choice) -> int:
     return BOX_BYTES // DTYPE_BYTES[problem.dtype_kv] * -(-boxes // choice.parts)
 
 
-def choices(problem: Problem) -> Iterator[Choice]:
+def choices(problem: Problem, target: Target) -> Iterator[Choice]:
     """The choices worth trying, the preferred first."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     largest_block = SCALED_BLOCK if problem.token_scales else CHOICES[0].block
+    if problem.eight_bit and not target.warp_fp8 and largest > WIDE:
+        largest_block = CONVERTED_BLOCK
     for choice in CHOICES:
         if (choice.stages == 1 or largest <= WIDE) and choice.block <= largest_block:
             yield choice
@@ -125,7 +130,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
 
 def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
     """Every plan that fits the target, the preferred first."""
-    for choice in choices(problem):
+    for choice in choices(problem, target):
         if plan := make_plan(problem, choice, target):
             yield plan
 
