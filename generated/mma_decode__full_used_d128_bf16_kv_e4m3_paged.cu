@@ -1,4 +1,4 @@
-// mma_decode__full_used_d128_bf16_kv_e4m3_paged__dfb1f7
+// mma_decode__full_used_d128_bf16_kv_e4m3_paged__db00d7
 // Rendered by attngen from kernels/mma_sync/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/warp_rows.cuh"
@@ -25,19 +25,22 @@ using KvElement = E4m3;
 constexpr int kElementBytes = 1;  // of keys and values
 
 // ---- the plan
-constexpr int kRows = 16;
+constexpr int kRowTiles = 1;  // of 16 rows, which warps divide
+constexpr int kRows = 16 * kRowTiles;
 constexpr int kWarps = 4;
+constexpr int kRowWarps = kWarps / kRowTiles;  // of the same rows
 constexpr int kConsumerThreads = kWarps * 32;
 constexpr int kKeys = 16;  // of a block, a warp's
-constexpr int kTileN = kWarps * kKeys;
+constexpr int kTileN = kRowWarps * kKeys;
 constexpr int kStages = 4;
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kKept = kQkSteps > 8 ? 1 : kQkSteps;  // steps whose queries stay in registers
 constexpr int kVSteps = ceil_div(kHeadDimV, 16);
 constexpr int kOutputTiles = ceil_div(kHeadDimV, 8);
-constexpr int kColumns = ceil_div(kOutputTiles, kWarps) * 8;  // of the output, those that a warp stores
+constexpr int kColumns = ceil_div(kOutputTiles, kRowWarps) * 8;  // of the output, those that a warp stores
 constexpr u32 kRowBoxBytes = kRows * 128;
+constexpr u32 kTileBoxBytes = 16 * 128;
 constexpr u32 kKeyBoxBytes = kKeys * 128;
 constexpr u32 kKStageBytes = ceil_div(kElementBytes * kHeadDimQk, 128) * kKeyBoxBytes;
 constexpr u32 kVStageBytes = ceil_div(kElementBytes * kHeadDimV, 128) * kKeyBoxBytes;
@@ -556,7 +559,7 @@ struct Warp {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(128, 1)
-mma_decode__full_used_d128_bf16_kv_e4m3_paged__dfb1f7(const __grid_constant__ attngen::Params p) {
+mma_decode__full_used_d128_bf16_kv_e4m3_paged__db00d7(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const Job job = find_job(p);

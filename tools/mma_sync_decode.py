@@ -24,7 +24,7 @@ class Decode:
     """One query of each sequence, bf16, against `length` keys, dense or in pages of `pages`.
 
     latent: columns of values, which are the first ones of keys, as latent attention has them; 0:
-    values are a tensor of their own, as wide.
+    values are a tensor of their own, as wide. narrow: whether keys and values are e4m3.
     """
 
     batch: int
@@ -34,13 +34,15 @@ class Decode:
     head_dim: int
     pages: int  # 0: dense
     latent: int = 0
+    narrow: bool = False
 
     @property
     def name(self) -> str:
         where = f"p{self.pages}" if self.pages else "dense"
         heads = f"h{self.heads_q}/{self.heads_kv}"
         columns = f"{self.head_dim}/{self.latent}" if self.latent else self.head_dim
-        return f"b{self.batch}-{heads}-kv{self.length // 1024}k-d{columns}-{where}"
+        kind = "-e4m3" if self.narrow else ""
+        return f"b{self.batch}-{heads}-kv{self.length // 1024}k-d{columns}-{where}{kind}"
 
     @property
     def page(self) -> int:
@@ -50,9 +52,8 @@ class Decode:
     @property
     def bytes(self) -> int:
         """Bytes of keys and values, each read once."""
-        return (
-            2 * (1 if self.latent else 2) * self.batch * self.heads_kv * self.length * self.head_dim
-        )
+        each = self.batch * self.heads_kv * self.length * self.head_dim
+        return each * (1 if self.narrow else 2) * (1 if self.latent else 2)
 
 
 DECODES = tuple(
@@ -65,17 +66,20 @@ DECODES = tuple(
     )
 )
 LATENT = tuple(
-    Decode(batch, heads, 1, length, 576, 64, 512)
+    Decode(batch, heads, 1, length, 576, 64, 512, narrow)
+    for narrow in (False, True)
     for batch, heads, length in ((64, 16, 4096), (16, 128, 8192), (1, 128, 32768), (128, 16, 1024))
 )
 
 
 def specs() -> Iterator[tuple[AttentionSpec, str]]:
     """The kernels that are timed, and their targets."""
-    wanted = {(each.head_dim, each.latent, bool(each.pages)) for each in (*DECODES, *LATENT)}
-    for d, latent, paged in sorted(wanted):
-        layout = PAGED if paged else "bshd"
-        spec = AttentionSpec(d, head_dim_v=latent or None, layout=layout, decode=True)
+    every = (*DECODES, *LATENT)
+    wanted = {(each.head_dim, each.latent, bool(each.pages), each.narrow) for each in every}
+    for d, latent, paged, narrow in sorted(wanted):
+        layout, kv_dtype = PAGED if paged else "bshd", "e4m3" if narrow else None
+        values = latent or None
+        spec = AttentionSpec(d, head_dim_v=values, layout=layout, kv_dtype=kv_dtype, decode=True)
         yield from ((spec, arch) for arch in (ARCH, HOPPER))
 
 
@@ -85,8 +89,11 @@ def operands_of(case: Decode) -> decode.Operands:
     x = decode.random_operands(made, torch.device("cuda"))
     if not case.latent:
         return x
-    k = x.dense[0]
-    return replace(x, v_pages=x.k_pages[..., : case.latent], dense=(k, k[..., : case.latent]))
+    pages, k = x.k_pages, x.dense[0]
+    if case.narrow:  # what is compared with has the numbers that 8 bits stand for
+        pages, k = pages.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn).to(k.dtype)
+    values = pages[..., : case.latent]
+    return replace(x, k_pages=pages, v_pages=values, dense=(k, k[..., : case.latent]))
 
 
 def decode_call(case: Decode, x: decode.Operands) -> Callable[[], Any]:

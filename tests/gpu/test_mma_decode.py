@@ -57,9 +57,9 @@ def test_mma_decode_of_any_head_dims_is_right(dims):
 
 
 @pytest.mark.parametrize("dims", [(576, 512), (512, 512), (320, 264), (64, 448)], ids=str)
-@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize("s_q", [1, 3, 9])
 def test_mma_decode_of_more_columns_than_a_warp_holds_is_right(s_q, dims):
-    """Latent attention is such, whose values are columns of its keys."""
+    """Latent attention is such, whose values are columns of its keys; of 16 to 144 rows."""
     d, d_v = dims
     q, pages = queries(3, s_q, 16, d), cache([300, 33, 0], 1, d, 16, d_v)
     for splits in (None, 1, 3):

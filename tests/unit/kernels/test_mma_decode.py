@@ -11,6 +11,7 @@ from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.errors import PlanError
 from attngen.fragments import features
+from attngen.kernels.base import Tile
 from attngen.kernels.mma_sync.decode import plan as decode
 from attngen.kernels.mma_sync.decode import view
 from attngen.kernels.mma_sync.decode.plan import DECODE, DecodePlan
@@ -76,21 +77,27 @@ def test_what_it_does_not_serve_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "dims", "ctas", "keys"),
+    ("arch", "dims", "ctas", "warps", "keys", "row_tiles"),
     [
-        ("sm_80", (576, 512), 1, 16),
-        ("sm_89", (576, 512), 1, 8),
-        ("sm_120", (512, 256), 1, 8),
-        ("sm_90", (320, 264), 2, 16),
+        ("sm_80", (576, 512), 1, 8, 8, 1),
+        ("sm_80", (320, 320), 1, 8, 32, 4),
+        ("sm_80", (512, 448), 1, 8, 16, 2),
+        ("sm_89", (576, 512), 1, 4, 8, 1),
+        ("sm_120", (512, 256), 1, 4, 8, 1),
+        ("sm_90", (320, 264), 2, 4, 16, 1),
+        ("sm_90", (576, 512), 1, 8, 32, 4),
     ],
 )
 def test_warps_divide_columns_where_none_holds_all(
-    arch: str, dims: tuple[int, int], ctas: int, keys: int
+    arch: str, dims: tuple[int, int], ctas: int, warps: int, keys: int, row_tiles: int
 ) -> None:
     d, d_v = dims
     plan = plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d_v), arch)
-    assert plan.divides_columns and (plan.ctas, plan.warp_keys, plan.stages) == (ctas, keys, 1)
-    assert {x.name: x.bytes for x in plan.smem}["Weights"] == 16 * 128
+    assert plan.divides_columns and plan.stages == 1
+    assert (plan.ctas, plan.warps, plan.warp_keys, plan.row_tiles) == (ctas, warps, keys, row_tiles)
+    assert plan.tile == Tile(16 * row_tiles, plan.row_warps * keys) and plan.tile.n <= 64
+    sizes = {x.name: x.bytes for x in plan.smem}
+    assert sizes["Weights"] == 16 * 128 * row_tiles and sizes["Sums"] >= 64 * warps
     assert not plan_of(SPLIT, arch).divides_columns
 
 
@@ -161,10 +168,10 @@ def test_bytes_of_more_columns_than_a_warp_holds_are_widened_in_pairs_of_steps(
     plan = plan_of(problem, arch)
     assert plan.divides_columns and plan.warp_keys % 16 == 0
     text = render_problem(problem, plan).text
-    assert "constexpr int kColumns = ceil_div(ceil_div(kVSteps, 2), kWarps) * 32;" in text
+    assert "constexpr int kColumns = ceil_div(ceil_div(kVSteps, 2), kRowWarps) * 32;" in text
     assert "order_columns(output);" in text and "pack_pairs<Fp16, kKeys / 2>" in text
     plain = render_problem(
         replace(SPLIT, head_dim_qk=d, head_dim_v=d_v),
         plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d_v), arch),
     ).text
-    assert "order_columns" not in plain and "ceil_div(kVSteps, kWarps) * 16" in plain
+    assert "order_columns" not in plain and "ceil_div(kVSteps, kRowWarps) * 16" in plain

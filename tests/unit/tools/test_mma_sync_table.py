@@ -49,3 +49,5 @@ def test_what_is_timed_is_built_before() -> None:
     assert {spec.scaling for spec, _ in mma_sync_narrow.specs()} == {"tensor", "token"}
     latent = mma_sync_decode.LATENT[0]
     assert latent.bytes == 2 * latent.batch * latent.length * 576 and "d576/512" in latent.name
+    (narrow,) = (each for each in mma_sync_decode.LATENT if each.name == f"{latent.name}-e4m3")
+    assert 2 * narrow.bytes == latent.bytes

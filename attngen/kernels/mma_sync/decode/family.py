@@ -67,9 +67,10 @@ class MmaDecode(Family):
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         reads = cast(DecodePlan, plan)
         what = "columns" if reads.divides_columns else "keys"
+        shared = f", {reads.row_tiles} tiles of 16 rows that share keys" * (reads.row_tiles > 1)
         yield (
-            f"aims at the memory: {reads.warps} warps with {what} of their own, {reads.stages} "
-            f"stage{'s' if reads.stages > 1 else ''} each; {reads.ctas} "
+            f"aims at the memory: {reads.warps} warps with {what} of their own{shared}, "
+            f"{reads.stages} stage{'s' if reads.stages > 1 else ''} each; {reads.ctas} "
             f"CTA{'s' if reads.ctas > 1 else ''} an SM"
         )
 

@@ -34,10 +34,12 @@ class MmaDecodeView:
     of queries lie behind each other; ragged: whether those of queries differ in length. max_logit:
     whether each head's largest score is kept.
 
-    warps: of a CTA; warp_keys: a block's, of each; stages: buffers of these. divides_columns:
-    whether warps divide the output's columns, not keys alone; columns: C++, of a warp. smem:
-    regions of shared memory. threads: of a CTA; ctas: of an SM. starts_next: whether the kernel
-    behind may be there before this one ends.
+    row_tiles: of 16 rows, which the warps of a CTA divide. shares_keys: whether there are several,
+    for which keys are there once; member: C++, the warp's number among those of the same rows;
+    sync_keys: C++, what waits for all that have the warp's keys. warps: of a CTA; warp_keys: a
+    block's, of each; stages: buffers of these. divides_columns: whether warps divide the output's
+    columns, not keys alone; columns: C++, of a warp. smem: regions of shared memory. threads: of a
+    CTA; ctas: of an SM. starts_next: whether the kernel behind may be there before this one ends.
 
     What output stores have in common with others': scale_log2: C++, what makes log2 units of a
     product of Q and K; part_scale: C++, what a part of the output is multiplied by; widens: whether
@@ -65,6 +67,10 @@ class MmaDecodeView:
     packed: bool
     ragged: bool
     max_logit: bool
+    row_tiles: int
+    shares_keys: bool
+    member: str
+    sync_keys: str
     warps: int
     warp_keys: int
     stages: int
@@ -92,6 +98,8 @@ def decode_view(
     unit, of_unit = (16, "kVSteps") if plan.divides_columns else (8, "kOutputTiles")
     if plan.divides_columns and problem.widens:  # bytes of two steps are turned at once
         unit, of_unit = 32, "ceil_div(kVSteps, 2)"
+    shares = plan.row_tiles > 1
+    member = "member()" if shares else "warp"
     single = {role: fragment_view(uses[role][0]) for role in uses if role not in ("mask", "score")}
     return MmaDecodeView(
         kernel=kernel,
@@ -113,11 +121,15 @@ def decode_view(
         packed=problem.q_seq == "packed",
         ragged=problem.q_seq != "dense",
         max_logit=problem.max_logit,
+        row_tiles=plan.row_tiles,
+        shares_keys=shares,
+        member=member,
+        sync_keys="__syncthreads()" if shares else "__syncwarp()",
         warps=plan.warps,
         warp_keys=plan.warp_keys,
         stages=plan.stages,
         divides_columns=plan.divides_columns,
-        columns=f"ceil_div({of_unit}, kWarps) * {unit}",
+        columns=f"ceil_div({of_unit}, kRowWarps) * {unit}",
         smem=plan.smem,
         threads=plan.threads,
         ctas=plan.ctas,
@@ -125,8 +137,8 @@ def decode_view(
         scale_log2="scale_log2" if problem.widens else "p.scale_log2",
         part_scale="output_scale" if problem.widens else "1.f",
         widens=problem.widens,
-        last_box_may_miss=problem.head_dim_v % (unit * plan.warps) != 0,
-        first_columns="warp == 0",
+        last_box_may_miss=problem.head_dim_v % (unit * plan.row_warps) != 0,
+        first_columns=f"{member} == 0",
     )
 
 
