@@ -220,3 +220,26 @@ def test_traced_call_that_kernels_may_refuse_is_right(own: dict[str, float]) -> 
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
     (one,), (other,) = (torch.autograd.grad(x.float().sum(), table) for x in (found, wanted))
     torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_exported_layers_run_kernels() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.tensor([0.25, -0.5], device=oracle.DEVICE)
+            self.table = torch.nn.Parameter(table)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            table = self.table * 2
+            out: Tensor = attngen.attention(
+                *(q, k, v),
+                score_mod=lambda s, b, h, i, j: s + table[h] * (i - j),
+                mask_mod=lambda b, h, i, j: (i + j) % 3 != 0,
+            )
+            return out
+
+    operands, layer = oracle.operands(B, H, H, S, S, D), Layer()
+    with torch.no_grad(), attngen.trace() as seen:
+        found = torch.export.export(layer, tuple(operands), strict=True).module()(*operands)
+        assert seen.variants
+        torch.testing.assert_close(found, layer(*operands), rtol=1e-2, atol=1e-2)

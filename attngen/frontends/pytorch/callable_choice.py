@@ -22,7 +22,9 @@ def other_way(call: AttentionCall) -> Callable[..., Any] | None:
     """The function that makes other calls of one, of `attention` and the call; None where kernels,
     or the reference, see this one."""
     if torch.compiler.is_compiling():
-        traced = not is_traced_call(call) and may_have_kernels(call)
+        # Others, as torch.export, follow Python, and have no graphs of functions.
+        unseen = torch.compiler.is_dynamo_compiling() and not is_traced_call(call)
+        traced = unseen and may_have_kernels(call)
         return callable_compiled.attend if traced else None
     return callable_shards.attend if is_distributed((call.q, call.k, call.v)) else None
 
@@ -32,7 +34,7 @@ def may_have_kernels(call: AttentionCall) -> bool:
     carriers = call.q, call.k, call.v
     if call.backend == "reference" or not callable_transforms.pass_by(call):
         return False
-    if not (torch.compiler.is_compiling() or is_traced_call(call)):
+    if not (torch.compiler.is_dynamo_compiling() or is_traced_call(call)):
         # Others have values that nobody may read, or are parts of DTensors, say.
         plain = all([x is None or type(x) in PLAIN for x in carriers])
         if is_traced(carriers) or not plain:
