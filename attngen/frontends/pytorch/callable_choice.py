@@ -32,7 +32,9 @@ def other_way(call: AttentionCall) -> Callable[..., Any] | None:
 def may_have_kernels(call: AttentionCall) -> bool:
     """Whether kernels are to serve a call, if they can, and nobody looks on but torch.compile."""
     carriers = call.q, call.k, call.v
-    if call.backend == "reference" or not callable_transforms.pass_by(call):
+    if call.backend == "reference" or is_distributed(carriers):
+        return False
+    if not callable_transforms.pass_by(call):
         return False
     if not (torch.compiler.is_dynamo_compiling() or is_traced_call(call)):
         # Others have values that nobody may read, or are parts of DTensors, say.

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attngen
 from attngen import SpecError
+from attngen.frontends.pytorch import callable_choice, routing
 from tests.support.paths import ROOT
 
 RANKS = 4
@@ -91,3 +92,17 @@ def test_dropout_of_whole_tensors_is_the_same_on_each_rank(mesh):
     out, aux = attngen.attention(q, k, k, dropout_p=0.5, rng_state=seed, return_rng_state=True)
     want = attngen.attention(Q, K, K, dropout_p=0.5, rng_state=state)
     assert torch.equal(out.to_local(), want) and aux.rng_state is seed
+
+
+def test_functions_in_compiled_code_are_refused(mesh, monkeypatch):
+    """A rank's own numbers of heads are none of whole tensors."""
+    monkeypatch.setattr(callable_choice.descriptions, "device_arch", lambda _: "sm_90a")
+    monkeypatch.setattr(routing, "device_arch", lambda _: "sm_90a")
+    q, k = (distribute_tensor(x.bfloat16(), mesh, [Shard(2)]) for x in (Q, K))
+
+    def layer(q, k):
+        return attngen.attention(q, k, k, score_mod=lambda s, b, h, i, j: s * h)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="score_mod: functions of heads and sequences"):
+        compiled(q, k)
