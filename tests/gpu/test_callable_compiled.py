@@ -196,7 +196,7 @@ def makes(table: Tensor) -> dict[str, Any]:
     """A score of a tensor that it makes, on a device where a trace without values has none."""
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s + table[h] * torch.arange(H, device=s.device)[h]
+        return s + table[h] * torch.arange(H, device=s.device)[h] * (i - j)
 
     return {"score_mod": score_mod}
 
