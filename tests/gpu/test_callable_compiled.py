@@ -218,8 +218,10 @@ def test_traced_call_that_kernels_may_refuse_is_right(own: dict[str, float]) -> 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found, wanted = compiled(*operands, table), layer(*operands, table, "reference")
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
-    (one,), (other,) = (torch.autograd.grad(x.float().sum(), table) for x in (found, wanted))
-    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    # The sum of squares, since sums of few digits come to hardly more than what rounding leaves.
+    losses = (x.float().square().sum() for x in (found, wanted))
+    (one,), (other,) = (torch.autograd.grad(loss, table) for loss in losses)
+    torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
 
 
 def test_exported_layers_run_kernels() -> None:
