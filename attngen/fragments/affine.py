@@ -31,10 +31,11 @@ class Affine:
 
     def in_parts(self, score: str, factor: str, term: str) -> str:
         """The C++ of the result, whose factor and term are first multiplied by others, as both are
-        worked out once where they are the same for all pairs."""
+        worked out once where they are the same for all pairs: the term by itself, or the compiler
+        would make a multiply-add of it for each pair."""
         own = factor if self.factor == ONE else f"({self.factor} * {factor})"
         first = f"{score} * {own}" if self.factor else ""
-        last = f"({self.term} * {term})" if self.term else ""
+        last = f"times_of({self.term}, {term})" if self.term else ""
         return " + ".join(filter(None, (first, last))) or "0.f"
 
 

@@ -184,30 +184,35 @@ def _quotient(program: Program, names: Names, made: Operation, kept: Mapping[str
     top, divisor = affine_of(program, names.of, above), _divisor(program, names)
     if top is None or divisor is None:
         return plain
-    bottom, under = divisor
+    bottom, base, unit = divisor
     lines = names.lines(*top.needs, *bottom.needs, kept=kept)
     lines += dict.fromkeys((*top.statements, *bottom.statements))
-    over = top.in_parts("score", f"({UNIT} * (0.25f * {PER_UNIT}))", f"(0.25f * {PER_UNIT})")
+    if top.term or depends_on(program, top.needs) & {"i", "j"}:
+        # Of quarters, as the reciprocal of the largest would be 0.
+        over = top.in_parts("score", f"({UNIT} * (0.25f * {PER_UNIT}))", f"(0.25f * {PER_UNIT})")
+        under = bottom.in_parts(base, f"(0.25f * {unit})", "0.25f")
+    else:  # a multiple of the score, by which the divisor is divided once
+        lines.append(f"const float share = reciprocal_of(apart_of({top.factor}));")
+        over, under = "score", bottom.in_parts(base, f"({unit} * share)", "share")
     short = body_of(program, lines, f"({over}) * reciprocal_of({under})", "score")
     plain, short = (each.replace("\n", "\n  ") for each in (plain, short))
     return f"if constexpr (At::kDerived) {{\n      {plain}\n    }} else {{\n      {short}\n    }}"
 
 
-def _divisor(program: Program, names: Names) -> tuple[Affine, str] | None:
+def _divisor(program: Program, names: Names) -> tuple[Affine, str, str] | None:
     """Find what a program's value is divided by last, where that is affine in the score, or in its
-    magnitude, and the C++ of a quarter of it, as the reciprocal of the largest would be 0."""
+    magnitude: with the C++ of the one or the other, and by what it is multiplied to be scaled."""
     made = program.operation(program.value) if program.value.startswith("v") else None
     if made is None or made.name != "div":
         return None
     found = affine_of(program, names.of, made.args[1])
     if found is not None:
-        return found, found.in_parts("score", f"(0.25f * {UNIT})", "0.25f")
+        return found, "score", UNIT
     whole = (f"v{n}" for n, each in enumerate(program.operations) if each.text == "abs f s")
     found = affine_of(program, names.of, made.args[1], base=next(whole, "s"))
     if found is None:
         return None
-    unit = f"(0.25f * magnitude_of({UNIT}))"
-    return found, found.in_parts("magnitude_of(score)", unit, "0.25f")
+    return found, "magnitude_of(score)", f"magnitude_of({UNIT})"
 
 
 def _lines(

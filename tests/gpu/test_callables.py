@@ -72,6 +72,16 @@ def test_score_mods_are_right(name) -> None:
     check(oracle.operands(2, HEADS, 2, ROWS, KEYS, 64), MODS[name](oracle.DEVICE), **masked)
 
 
+@pytest.mark.parametrize("limit", [3.0, 1e-3, 0.0])
+def test_multiples_of_scores_over_their_magnitude_are_right(limit) -> None:
+    """A number of the launch divides what a score is divided by, were it 0."""
+    scale = torch.tensor(limit, device=oracle.DEVICE)
+    check(
+        oracle.operands(1, 2, 2, ROWS, KEYS, 128),
+        lambda s, b, h, i, j: scale * s / (3 + s.abs()),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [80, 128, 192])
 @pytest.mark.parametrize("name", MODS)
