@@ -35,6 +35,12 @@ CALLS = [
     Call("bshd", (130,), (200,), d=512, heads=(2, 1), mask="causal",
          more=Features(bias="post_scale", bias_shape="1hss", dropout=0.1)),
     Call("bshd", (70,), (70,), d=384, more=Features("", 2.0, seen=0.5, bias="pre_scale")),
+    # Where registers are short: fewer queries a block, or what follows from rows made anew.
+    Call("thd", (100, 20), (90, 60), d=512, d_v=64, mask="causal", more=Features("h", softcap=1.5)),
+    Call("bshd", (90,), (130,), d=512, d_v=128, heads=(2, 1), more=Features("", 2.0, dropout=0.1)),
+    Call("bshd", (70, 40), (90, 77), room=(80, 90), d=512, d_v=448, loose="rows2",
+         mask="padding_causal", heads=(2, 1),
+         more=Features("", 2.0, "learnable", 0.1, 0.5, bias="pre_scale")),
 ]  # fmt: skip
 KERNELS = [*dict.fromkeys(call.spec for call in CALLS)]
 

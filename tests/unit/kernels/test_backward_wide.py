@@ -22,6 +22,7 @@ from tests.support.cache_kit import ARCH
 KNOWN = features.scan()
 REGISTERS = 504  # of three warpgroups, as a launch gives them out
 PAIRED = ("sm90_bwd_dkv", "sm90_bwd_dq")
+ALL_BITS = {"bias": "pre_scale", "softcap": True, "attn_mask": True, "dropout": True}
 
 
 def plans_of(head_dim=512, **fields):
@@ -62,8 +63,12 @@ def test_halves_of_columns_cover_those_of_any_head_dim():
         {"mask": "causal", "softcap": True, "alibi": True},
         {"layout": "thd", "window": True, "dropout": True, "bias": "post_scale"},
         {"head_dim": 300, "head_dim_v": 77, "gather": True, "softcap": True, "attn_mask": True},
+        {"layout": "thd", "mask": "causal", "head_dim_v": 64},
+        {"softcap": True, "dropout": True, "positions": True, "head_dim_v": 128},
+        {"layout": "thd", "alibi": True, "head_dim_v": 128, **ALL_BITS},
+        {"gather": True, "seqused": True, "head_dim_v": 448, "mask": "causal", **ALL_BITS},
     ],
-    ids=["capped", "packed", "gathered"],
+    ids=["capped", "packed", "gathered", "narrow", "drawn", "packed bits", "gathered bits"],
 )
 def test_kernels_compile_without_spills(fields):
     found, problem = plans_of(**fields)

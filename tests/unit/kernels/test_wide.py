@@ -58,8 +58,10 @@ def test_registers_of_three_warpgroups_are_those_of_a_launch():
         {"mask": "causal", "softcap": True},
         {"layout": "thd", "window": True, "dropout": True, "bias": "post_scale"},
         {"head_dim": 576, "head_dim_v": 512, "gather": True, "softcap": True},
+        {"head_dim": 576, "head_dim_v": 512, "gather": True, "window": True, "dropout": True},
+        {"gather": True, "seqused": True, "dropout": True, "return_max_logit": True},
     ],
-    ids=["capped", "packed", "gathered"],
+    ids=["capped", "packed", "gathered", "gathered window", "gathered lengths"],
 )
 def test_kernel_compiles_without_spills(fields):
     plan, problem = plan_of(**fields)

@@ -31,8 +31,9 @@ def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[Bia
         return
     # Random words, a mask's bits and further scores take the room of some keys.
     crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
-    # So does the loader where lengths vary, or that copies rows itself.
-    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen or problem.gather]
+    # So does the loader where lengths vary, that copies rows itself, or beside these of wide heads.
+    loads_more = problem.varlen or problem.gather or bool(crowded) and is_wide(problem)
+    most = ((128, 112), (96, 80))[bool(crowded)][loads_more]
     sizes = [n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0]
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     made = (_make_plan(problem, row_block, target, *choice) for choice in choices)

@@ -204,7 +204,7 @@ def feasible_dq(problem: Problem, row_block: int, target: Target) -> Iterator[Ba
     features = features_of(problem)
     limit = least(DQ_OPERANDS, features)
     columns, columns_v = cta_columns(problem)
-    ahead = sends_ahead(problem)
+    ahead = sends_ahead(problem, queries=True)
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(least(DQ_KEYS, features), 16, -16)
@@ -366,7 +366,7 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
         deterministic=draft.deterministic,
         completes=completes,
         pairs=pairs,
-        sends_ahead=pairs and sends_ahead(problem),
+        sends_ahead=pairs and sends_ahead(problem, queries=draft.family == OF_QUERIES),
         descending=descending,
         waves=waves,
         short_head=SHORT_HEAD if waves and not (draft.deterministic or problem.varlen) else 0,

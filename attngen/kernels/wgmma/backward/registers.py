@@ -8,7 +8,7 @@ from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
 from .plan import MAIN, OF_BIAS, OF_KEPT, OF_KEYS, OF_QUERIES, WITH_BIAS, WITH_SUMS
-from .wide import is_wide, sends_ahead
+from .wide import is_wide, is_widest, sends_ahead
 
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
@@ -22,8 +22,9 @@ REGISTERS = {
     OF_BIAS: (40, 232),
 }
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
-# Where two CTAs share tiles; where warps copy rows there; and of dQ where sums are sent ahead.
-PAIR_REGISTERS, PAIR_GATHER_REGISTERS, AHEAD_REGISTERS = (56, 224), (72, 216), (40, 232)
+# Where two CTAs share tiles; where warps copy rows there; and of dQ where none do and little is
+# looked up, whose producer needs less.
+PAIR_REGISTERS, PAIR_GATHER_REGISTERS, PAIR_DQ_REGISTERS = (56, 224), (72, 216), (40, 232)
 # Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
@@ -46,6 +47,7 @@ FUSED_SPILLS = (
 DQ_OPERANDS = (
     ("", 208),
     ("heavy", 200),
+    ("widest", 200),
     ("dropout", 200),
     ("dropout attn_mask", 176),
     ("gather", 192),
@@ -53,6 +55,13 @@ DQ_OPERANDS = (
     ("gather dropout bias", 176),
     ("gather paired", 184),
     ("gather dropout bias heavy paired", 168),
+    ("heavy bias paired", 184),
+    ("heavy bias varlen paired", 168),
+    ("heavy varlen widest", 184),
+    ("dropout varlen paired", 168),
+    ("gather dropout paired", 168),
+    ("attn_mask paired", 192),
+    ("dropout attn_mask bias paired", 168),
 )
 DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80), ("program", 80))
 # Of the dK and dV kernel, the most queries a block, the same way.
@@ -61,6 +70,11 @@ DKV_QUERIES = (
     ("wide several bias", 48),
     ("wide several dropout attn_mask", 32),
     ("gather dropout paired", 48),
+    ("widest", 48),
+    ("widest bias heavy dropout", 32),
+    ("ahead positions", 32),
+    ("ahead dropout", 32),
+    ("ahead heavy", 32),
 )
 
 
@@ -79,18 +93,18 @@ def fuses(problem: Problem) -> bool:
 
 def pair_registers(problem: Problem, family: str) -> tuple[int, int]:
     """Registers of the producer and of consumers of a kernel of which two CTAs share tiles."""
-    if family == OF_QUERIES and sends_ahead(problem):
-        return AHEAD_REGISTERS
-    copies = problem.gather and family == OF_KEYS  # the rows, and what finds them
-    return PAIR_GATHER_REGISTERS if copies else PAIR_REGISTERS
+    if family == OF_QUERIES:
+        looked_up = problem.bias and problem.varlen and problem.positions
+        return PAIR_REGISTERS if problem.gather or looked_up else PAIR_DQ_REGISTERS
+    return PAIR_GATHER_REGISTERS if problem.gather else PAIR_REGISTERS
 
 
 def features_of(problem: Problem) -> frozenset[str]:
     """Features that take registers.
 
-    small: blocks of 128 queries; uneven: of these all but equal head dims up to 32; paired: two
-    CTAs have half of the columns each; heavy: scores that are more than a multiply-add; arithmetic:
-    one that is no bias; program: one that comes from a callable.
+    small: blocks of 128 queries; uneven: of these all but equal head dims up to 32; heavy: scores
+    that are more than a multiply-add; arithmetic: one that is no bias; program: one that comes from
+    a callable; paired, widest, ahead: as wide.py says.
     """
     d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
     heavy = set(scores) - LIGHT_SCORES
@@ -100,6 +114,8 @@ def features_of(problem: Problem) -> frozenset[str]:
         "uneven": d > 32 or d != d_v,
         "unlike": d != d_v,
         "paired": is_wide(problem),
+        "widest": is_widest(problem),
+        "ahead": sends_ahead(problem),
         "wide": d_v > 192,
         "scores": bool(scores),
         "several": len(scores) > 1,
@@ -111,6 +127,7 @@ def features_of(problem: Problem) -> frozenset[str]:
         "dropout": problem.dropout,
         "attn_mask": problem.attn_mask,
         "varlen": problem.varlen,
+        "positions": problem.positions,
         "gather": problem.gather,
     }
     return frozenset(name for name, is_there in features.items() if is_there)

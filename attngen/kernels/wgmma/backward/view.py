@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...support.view_parts import Uses
 from ...view import TensorView, tensor_view
-from .plan import BackwardPlan
+from .plan import OF_KEYS, BackwardPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import (
     MMA_DEPTH,
@@ -20,22 +20,28 @@ from .view_main import (
     main_headers,
     score_product,
 )
-from .wide import cta_columns
+from .wide import AHEAD_BLOCKS, cta_columns, forgets_rows
 
 
 @dataclass(frozen=True)
 class Fetch:
     """How rows of operands come. queries, keys: C++, the struct that fetches these. halves: whether
     a CTA has half of the columns, and adds what the other of a pair makes of its own; ahead:
-    whether they send this a block ahead."""
+    whether they send this a block ahead; forgets: whether what follows from a row's number is
+    worked out with each block. lane, thread: C++, the thread's number in its warp and warpgroup,
+    read anew where there is no register to keep it in."""
 
     queries: str
     keys: str
     halves: bool
     ahead: bool
+    forgets: bool
+    lane: str = "lane"
+    thread: str = "(warp * 32 + lane)"
 
 
-WHOLE = Fetch("TmaFetch", "KvFetch", halves=False, ahead=False)
+WHOLE = Fetch("TmaFetch", "KvFetch", halves=False, ahead=False, forgets=False)
+ANEW = "lane_id()", "(threadIdx.x % 128)"
 
 
 @dataclass(frozen=True)
@@ -164,10 +170,15 @@ class DkvView(KeyTilesView):
     held_steps: int
 
 
-def fetch_of(plan: BackwardPlan) -> Fetch:
+def fetch_of(plan: BackwardPlan, problem: Problem) -> Fetch:
     if not plan.pairs:
         return WHOLE
-    return Fetch("HalfFetch", "HalfFetch", halves=True, ahead=plan.sends_ahead)
+    forgets, ahead = forgets_rows(problem), plan.sends_ahead
+    found = Fetch("HalfFetch", "HalfFetch", halves=True, ahead=ahead, forgets=forgets)
+    if plan.family == OF_KEYS and ahead and problem.varlen and plan.tile.m == AHEAD_BLOCKS[0][0]:
+        lane, thread = ANEW
+        return replace(found, lane=lane, thread=thread)
+    return found
 
 
 def dq_view(
@@ -181,7 +192,7 @@ def dq_view(
         headers=main_headers(problem, pairs=plan.pairs),
         mask_tensor="mask_rows" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.n),
-        fetch=fetch_of(plan),
+        fetch=fetch_of(plan, problem),
         varlen=problem.varlen,
         drops_by_bits=problem.dropout and fields["scores"].signed,
         jobs=jobs_view(problem, plan, "QueryLoader{p, smem}", idle_warp=1),
@@ -210,7 +221,7 @@ def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool
     """
     loads_score_tiles = problem.bias and boxed_scores
     return {
-        "fetch": fetch_of(plan),
+        "fetch": fetch_of(plan, problem),
         "varlen": problem.varlen,
         "jobs": jobs_view(problem, plan, "KvLoader{p, smem}", idle_warp=3),
         "stores_rows": problem.gather or problem.wide_gradients,

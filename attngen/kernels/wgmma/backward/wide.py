@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import Problem
-from ..shared import boxes_of
+from ..shared import LIGHT_SCORES, boxes_of
 
 BOX_COLUMNS = 64  # of 16 bits in 128 bytes
 # Queries a block and its buffers, of the dK and dV kernel; where sums are sent a block ahead, three
@@ -15,8 +15,9 @@ BOX_COLUMNS = 64  # of 16 bits in 128 bytes
 AHEAD_BLOCKS = ((48, 4), (48, 3), (32, 4), (32, 3))
 # Measured with half of 512 columns each: 32 in three stages 1.08 to 1.16 times 48 in two.
 BLOCKS = ((64, 3), (48, 3), (64, 2), (32, 3), (48, 2), (32, 2))
-# Measured with half of 512 columns each 1.04 to 1.11, with half of 384 and 320 0.87.
-AHEAD_COLUMNS = 256
+# The most columns of a CTA, of which alone sums are sent ahead: measured with half of 512 columns
+# each 1.04 to 1.11, with half of 384 and 320 0.87.
+WIDEST_COLUMNS = 256
 AHEAD_OPERANDS = 208  # values of dQ, two blocks' S and dP, and packed dS that a thread may have
 
 
@@ -35,10 +36,26 @@ def cta_columns(problem: Problem) -> tuple[int, int]:
     return d, d_v
 
 
-def sends_ahead(problem: Problem) -> bool:
+def sends_ahead(problem: Problem, *, queries: bool = False) -> bool:
     """Whether registers hold the sums of two blocks, and blocks are small, so that what CTAs send
-    each other is on its way beside all products of a block."""
+    each other is on its way beside all products of a block. queries: of the kernel of dQ, which has
+    two kinds of sums."""
     crowded = problem.gather or problem.bias or problem.attn_mask
-    crowded = crowded or problem.dropout and problem.varlen
-    widest = is_wide(problem) and max(cta_columns(problem)) == AHEAD_COLUMNS
-    return widest and not crowded
+    heavy = len(problem.scores) > 1 or not LIGHT_SCORES.issuperset(problem.scores)
+    several = [problem.varlen, problem.dropout, heavy]
+    if queries:
+        crowded = crowded or heavy
+        several = [problem.varlen or problem.positions, problem.dropout, bool(problem.scores)]
+    return is_widest(problem) and not (crowded or sum(several) > 1)
+
+
+def forgets_rows(problem: Problem) -> bool:
+    """Whether what follows from the number of a thread's row is worked out with each block:
+    registers to keep it in would spill."""
+    crowded = problem.gather or problem.bias or problem.attn_mask or problem.dropout
+    return is_wide(problem) and crowded
+
+
+def is_widest(problem: Problem) -> bool:
+    """Whether a CTA has as many columns as any."""
+    return is_wide(problem) and max(cta_columns(problem)) == WIDEST_COLUMNS

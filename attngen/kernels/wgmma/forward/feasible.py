@@ -188,8 +188,10 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
     if choice.shares_output:
         several = features & {"heavy", "bias", "attn_mask", "random", "lengths"}
-        few = SHARED_HEAVY if "heavy" in features else SHARED_OPERANDS
-        return SHARED_SEVERAL if len(several) > 2 else few
+        copies_bits = features >= {"gather", "lengths"} and "plain" not in features
+        if len(several) > 2 or copies_bits:
+            return SHARED_SEVERAL
+        return SHARED_HEAVY if "heavy" in features else SHARED_OPERANDS
     limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
