@@ -38,6 +38,7 @@ def test_gradients_are_right_in_rounds_of_heads(monkeypatch) -> None:
         assert (plain(x) - y).norm() < 0.02 * y.norm()
 
 
+@pytest.mark.wgmma
 def test_programs_refuse_another_limit_than_they_were_made_for(monkeypatch) -> None:
     from attngen.jax import attention
 
