@@ -279,12 +279,15 @@ def _learn(program: Program, names: Names) -> str:
 
 
 def _learn_keys(program: Program, names: Names) -> str:
-    """The C++ of the member that adds derivatives of all scores of a key at once."""
+    """The C++ of the member that adds derivatives of all scores of a key at once: none of keys that
+    nobody sees, or that are none, whatever is captured for them."""
     lines = names.lines(*[derivative for _, derivative in program.learned])
     for number, ((_, derivative), reach) in enumerate(
         zip(program.learned, reaches_of(program), strict=True)
     ):
-        value = "gradient" if derivative == ONE else f"gradient * {names.of(derivative)}"
+        value = "gradient"
+        if derivative != ONE:
+            value = f"gradient == 0.f ? 0.f : gradient * {names.of(derivative)}"
         lines.append(f"sums.template add<Sums::{reach}>(place<{number}>(ctx, at), {value});")
     body = "\n    ".join(lines)
     return f"""
@@ -296,9 +299,10 @@ def _learn_keys(program: Program, names: Names) -> str:
 
 
 def _learn_row(program: Program, names: Names) -> str:
-    """The C++ of the member that adds derivatives of all scores of a query at once."""
+    """The C++ of the member that adds derivatives of all scores of a query at once: none of those
+    that see nothing, or that are none, whatever is captured for them."""
     ((load, _),) = program.learned
-    found = f"product / apart_of({names.of(load)})"
+    found = f"product == 0.f ? 0.f : product / apart_of({names.of(load)})"
     added = f"sums.template add<Sums::kRow>(place<0>(ctx, at), {found});"
     body = "\n    ".join([*names.lines(load), added])
     return f"""

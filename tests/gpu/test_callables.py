@@ -239,6 +239,27 @@ def test_gradients_of_captured_tensors_are_right(name) -> None:
     check_learned(name, 64, deterministic=repeated, **masked)
 
 
+@pytest.mark.parametrize(
+    ("shape", "end", "mod"),
+    [
+        ((2, HEADS, 2 * ROWS), ROWS, lambda x, _: lambda s, b, h, i, j: s * x[b, h, i]),
+        ((2, HEADS, 2 * KEYS), KEYS, lambda x, y: lambda s, b, h, i, j: s + x[b, h, j] * y[h]),
+    ],
+    ids=["queries", "keys"],
+)
+def test_numbers_of_no_query_or_key_are_not_learned_from(shape, end, mod) -> None:
+    """Tensors may be captured that reach further, and hold anything there."""
+    tensors = oracle.operands(2, HEADS, 2, ROWS, KEYS, 128)
+    x, y = (oracle.randn(*each, dtype=torch.float32, seed=7) for each in (shape, (HEADS,)))
+    x[..., end:] = torch.nan
+    leaves = [each.requires_grad_() for each in (x, y)]
+    out = attngen.attention(*tensors, score_mod=mod(*leaves), backend="cuda")
+    d_o = oracle.randn(*out.shape, dtype=out.dtype, seed=5)
+    found, other = torch.autograd.grad(out, leaves, d_o, allow_unused=True)
+    assert found.isfinite().all() and found.any() and not found[..., end:].any()
+    assert other is None or other.isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [80, 128, 192])
 @pytest.mark.parametrize("name", LEARNED)
