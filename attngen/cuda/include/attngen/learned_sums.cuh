@@ -57,7 +57,7 @@ ATTNGEN_DEVICE void add_derivative(void* made, long long place, float value) {
   }
 }
 
-// What a warp of 16 keys has summed over queries, or of queries over keys, of a thread's one at a time.
+// What a warp of 16 keys has summed over queries, or of queries over keys, one a thread at a time.
 template <bool kExact>
 struct LineSums {
   static constexpr Reach kTile = Reach::kTile;
