@@ -1,8 +1,9 @@
-"""Write the tables of README.md and the guide from the reports that they name.
+"""Write the tables of README.md and of docs from the reports that they name.
 
 A table stands between `<!-- table: docs/results/forward.json -->` and `<!-- end of table -->`; that
-of `docs/results`, the folder, sums up its reports. `python tools/render_readme.py --check` writes
-nothing and exits 1 where a table is not what its report says.
+of `docs/results`, the folder, sums up its reports, and one whose name ends in `-goals` holds runs
+to their goals. `python tools/render_readme.py --check` writes nothing and exits 1 where a table is
+not what its reports say.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attngen.errors import MeasureError  # noqa: E402
 from tools import (  # noqa: E402
     callables_table,
     doors_table,
+    goals_table,
     mma_sync_table,
     runs_table,
     speed_summary,
@@ -29,7 +31,8 @@ from tools import (  # noqa: E402
 )
 
 GUIDE = ROOT / "docs" / "guide"
-FILES = (ROOT / "README.md", GUIDE / "speed.md", GUIDE / "gpus.md")
+LIMITS = ROOT / "docs" / "internals" / "performance" / "limits.md"
+FILES = (ROOT / "README.md", GUIDE / "speed.md", GUIDE / "gpus.md", LIMITS)
 
 _TABLE = re.compile(
     r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -51,6 +54,8 @@ def render(text: str, root: Path) -> tuple[str, int]:
 
 def _lines(path: Path) -> Iterator[str]:
     """The table of a report of any kind."""
+    if goals_table.is_goals(path):
+        return goals_table.markdown(path)
     if path.is_dir():
         return speed_summary.markdown(path)
     if path.name == "callables.json":

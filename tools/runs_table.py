@@ -25,8 +25,7 @@ def markdown(path: Path) -> Iterator[str]:
     cannot be read, or has a case that the first has not.
     """
     stem = path.name.partition("-")[0].removesuffix(".json")
-    files = {title: path.with_name(f"{stem}{end}.json") for end, title in TITLES.items()}
-    runs = {title: report.read(each) for title, each in files.items() if each.is_file()}
+    runs = read_runs(path.parent, stem)
     backward = next(iter(runs.values())).direction == "bwd"
     rows = {title: {row.case: row for row in run.rows} for title, run in runs.items()}
     cases = next(iter(rows.values()))
@@ -43,6 +42,15 @@ def markdown(path: Path) -> Iterator[str]:
     more = ", of the backward det. to ordinary" * backward
     yield f"Speed over the best peer's, share of cuBLAS' rate in the same rounds{more}. Runs:"
     yield "; ".join(f"{title}, {_origin(run)}" for title, run in runs.items()) + "."
+
+
+def read_runs(folder: Path, direction: str) -> dict[str, Report]:
+    """The reports of a direction that there are, by their columns' titles.
+
+    direction: with which their names begin, `forward` or `backward`. Raises: MeasureError, OSError.
+    """
+    files = {title: folder / f"{direction}{end}.json" for end, title in TITLES.items()}
+    return {title: report.read(each) for title, each in files.items() if each.is_file()}
 
 
 def _cell(row: Row | None, backward: bool) -> str:

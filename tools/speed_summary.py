@@ -14,14 +14,16 @@ from attngen.errors import MeasureError
 
 HEADER = ("| what, in bf16 | cases | to FlashAttention-3 | to cuDNN | to the fastest peer |",
           "|---|---:|---:|---:|---:|")  # fmt: skip
+FORWARD = "forward-call.json"  # forward.json is of earlier kernels
+BACKWARD = "backward.json"
 PAGED = ("fa3", "cudnn-paged")
 
 
 def markdown(folder: Path) -> Iterator[str]:
     """The table's lines, then who was measured. Raises: MeasureError, OSError."""
-    forward, backward = (report.read(folder / f"{name}.json") for name in ("forward", "backward"))
+    forward, backward = (report.read(folder / name) for name in (FORWARD, BACKWARD))
     decode = decode_report.read(folder / "decode.json")
-    variants = read_variants(folder / "variant-peers.json")
+    day, variants = read_variants(folder / "variant-peers.json")
     yield from HEADER
     yield row("forward", forward.means)
     yield row("backward", backward.means)
@@ -33,7 +35,9 @@ def markdown(folder: Path) -> Iterator[str]:
     yield ""
     yield (
         "Speed of attngen over theirs, geometric means, against the fastest of those that have the "
-        f"case; {forward.machine.chip}, each result checked, all of a report timed in one run."
+        f"case; {forward.machine.chip}, each result checked, all of a report timed in one run: the "
+        f"forward on {forward.date}, the backward on {backward.date}, pages on {decode.date}, the "
+        f"others on {day}."
     )
 
 
@@ -68,10 +72,13 @@ def mean(ratios: Iterable[float | None]) -> Mean:
     return Mean(round(math.exp(sum(logs) / len(logs)), 3), len(logs))
 
 
-def read_variants(path: Path) -> list[dict[str, Any]]:
-    """Rows of variants that have a peer, without the plain call. Raises: MeasureError, OSError."""
+def read_variants(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Day of the run, and rows of variants that have a peer, without the plain call.
+
+    Raises: MeasureError, OSError.
+    """
     try:
-        rows = json.loads(path.read_text())["rows"]
-        return [x for x in rows if x["variant"] != "plain" and x["ratio"]]
+        run = json.loads(path.read_text())
+        return run["date"], [x for x in run["rows"] if x["variant"] != "plain" and x["ratio"]]
     except (ValueError, KeyError, TypeError) as error:
         raise MeasureError(f"{path} is no report of variants beside their peers") from error

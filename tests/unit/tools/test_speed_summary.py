@@ -24,7 +24,7 @@ def rows_of(folder: Path) -> dict[str, list[str]]:
 def test_rows_are_means_of_the_reports() -> None:
     found = rows_of(RESULTS)
     assert len(found) == 6
-    forward = json.loads((RESULTS / "forward.json").read_text())["means"]
+    forward = json.loads((RESULTS / "forward-call.json").read_text())["means"]
     wanted = [f"{forward[peer]['ratio']:.2f}" for peer in ("fa3", "cudnn", "best")]
     assert found["forward"] == [str(forward["best"]["rows"]), *wanted]
     decode = json.loads((RESULTS / "decode.json").read_text())["rows"]
@@ -32,6 +32,14 @@ def test_rows_are_means_of_the_reports() -> None:
               for x in decode]  # fmt: skip
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     assert found["one query a sequence, over pages"][-1] == f"{mean:.2f}"
+
+
+def test_caption_has_the_day_of_each_run() -> None:
+    *_, caption = speed_summary.markdown(RESULTS)
+    reports = ("forward-call", "backward", "decode", "variant-peers")
+    days = [json.loads((RESULTS / f"{name}.json").read_text())["date"] for name in reports]
+    pages = "the forward on {}, the backward on {}, pages on {}, the others on {}."
+    assert caption.endswith(pages.format(*days))
 
 
 def test_repeatable_rows_compare_deterministic_modes(tmp_path: Path) -> None:
