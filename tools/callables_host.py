@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attngen
 from attngen.bench.timing import host_interleaved
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callables import calls as callables
 from tools.callable_cases import At, relative, tree, window
 
 CALLS, ROUNDS = 200, 9

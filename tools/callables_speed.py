@@ -34,10 +34,10 @@ from torch import Tensor  # noqa: E402
 import attngen  # noqa: E402  # a checkout not installed, too
 from attngen.bench.timing import Call, cuda_milliseconds, time_interleaved  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
-from attngen.frontends.pytorch.callable_bits import maker_of  # noqa: E402
-from attngen.frontends.pytorch.callable_mask import Sizes  # noqa: E402
-from attngen.frontends.pytorch.callable_program import mask_program  # noqa: E402
-from attngen.frontends.pytorch.callable_trace import trace  # noqa: E402
+from attngen.frontends.pytorch.callables.bits import maker_of  # noqa: E402
+from attngen.frontends.pytorch.callables.mask import Sizes  # noqa: E402
+from attngen.frontends.pytorch.callables.program import mask_program  # noqa: E402
+from attngen.frontends.pytorch.callables.trace import trace  # noqa: E402
 from tools.callable_cases import CASES, At, Case  # noqa: E402
 from tools.callables_host import host_rows  # noqa: E402
 from tools.graphs import captured  # noqa: E402

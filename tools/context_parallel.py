@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 from attngen import parallel  # noqa: E402
-from attngen.call.context_order import Order, OrderName  # noqa: E402
+from attngen.call.context.order import Order, OrderName  # noqa: E402
 from tools.context_bench import COMMS, SHAPES, lengths_of, results, rows  # noqa: E402
 from tools.context_pool import Pool  # noqa: E402
 from tools.graphs import captured, milliseconds  # noqa: E402

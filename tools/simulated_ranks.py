@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.call.context_order import Order
-from attngen.call.context_rounds import Region
-from attngen.call.context_steps import Span
-from attngen.frontends.pytorch.context_calls import (
+from attngen.call.context.order import Order
+from attngen.call.context.rounds import Region
+from attngen.call.context.steps import Span
+from attngen.frontends.pytorch.context.calls import (
     Ranks,
     asked_of,
     context_call,
     features_of,
     sink_of,
 )
-from attngen.frontends.pytorch.context_function import ContextAttention, ContextCall
-from attngen.frontends.pytorch.context_messages import (
+from attngen.frontends.pytorch.context.function import ContextAttention, ContextCall
+from attngen.frontends.pytorch.context.messages import (
     Around,
     Finish,
     Pair,
@@ -29,7 +29,7 @@ from attngen.frontends.pytorch.context_messages import (
     message_of,
     tokens_of,
 )
-from attngen.frontends.pytorch.context_together import AroundTogether, add_tokens, cut_tokens
+from attngen.frontends.pytorch.context.together import AroundTogether, add_tokens, cut_tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ class FunctionError(ValueError):
 PREFIX = "python:"
 FIELDS = ("score_mod", "mask_mod")
 _PACKAGE, *_ = __name__.split(".")
-_READER = f"{_PACKAGE}.frontends.pytorch.callable_spec"
+_READER = f"{_PACKAGE}.frontends.pytorch.callables.spec"
 
 
 def without_functions(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from attngen.compiler import builder
 from attngen.frontends.pytorch import (
     append,
     backward,
-    callable_bits,
-    callable_operator,
     forward,
     forward_onto,
     fp8_backward,
     operation,
 )
+from attngen.frontends.pytorch.callables import bits as callable_bits
+from attngen.frontends.pytorch.callables import operator as callable_operator
 from attngen.kernels import plan, selection
 from attngen.kernels.base import KernelPlan
 from attngen.runtime import counters, load
@@ -264,7 +264,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.frontends.pytorch.backward_parts.start": start_and_finish,
         "attngen.frontends.pytorch.append.start": start_and_finish,
         "attngen.frontends.pytorch.append.device_arch": lambda _: ARCH,
-        "attngen.frontends.pytorch.callable_bits.start": start_and_finish,
+        "attngen.frontends.pytorch.callables.bits.start": start_and_finish,
         "attngen.frontends.pytorch.narrow.start": start_and_finish,
         "attngen.frontends.pytorch.narrow.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.is_current": lambda _: True,

@@ -8,7 +8,7 @@ import torch
 
 import attngen
 from attngen.fragments.features import register_program
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callables import calls as callables
 
 from .test_callables import LEARNED
 

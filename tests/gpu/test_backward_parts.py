@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec, CacheError
-from attngen.call import prepare_parts
+from attngen.call.prepare import parts as prepare_parts
 from attngen.frontends.pytorch.backward_parts import RowSums
 
 from . import gradients, oracle

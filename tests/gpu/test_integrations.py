@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 
 import attngen
 from attngen.frontends.integrations import left_padded, paged
-from attngen.frontends.pytorch import callable_listed
+from attngen.frontends.pytorch.callables import listed as callable_listed
 from tests.support import mask_kit
 
 from . import oracle

@@ -276,7 +276,7 @@ def test_sequences_over_an_axis_are_one_call(strategy: str, words: dict[str, Any
     """Elements of a vmap with a named axis stand for devices."""
     from attngen.jax import CPStrategy, context_attention
 
-    from attngen.call.context_order import Order
+    from attngen.call.context.order import Order
 
     given = carriers(1, 4, 2, 256, 256, 64)
     order = Order(words["order"], 2)

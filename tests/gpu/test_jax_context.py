@@ -18,7 +18,7 @@ def test_sequences_over_an_axis_are_one_call_in_8_bits(strategy: str) -> None:
     """Elements of a vmap with a named axis stand for devices."""
     from attngen.jax import CPStrategy, Float8CurrentScaling, context_attention, fp8_attention
 
-    from attngen.call.context_order import Order
+    from attngen.call.context.order import Order
 
     given, recipe = carriers(1, 4, 2, 256, 256, 64), Float8CurrentScaling()
     order = Order("dual_chunk", 2)

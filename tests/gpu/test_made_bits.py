@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import attngen
-from attngen.frontends.pytorch import callable_listed
-from attngen.frontends.pytorch.callable_bits import maker_of
+from attngen.frontends.pytorch.callables import listed as callable_listed
+from attngen.frontends.pytorch.callables.bits import maker_of
 
 from . import oracle, oracle_fp8, test_bias, test_decode
 from .test_made_masks import HEADS, KEYS, MODS, ROWS, documents

@@ -15,9 +15,17 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import attngen
 from attngen.call.made_mask import GRANULE, parts_of
-from attngen.frontends.pytorch import callable_bits, callable_listed, callables
-from attngen.frontends.pytorch.callable_bits import made_by, maker_of
-from attngen.frontends.pytorch.callable_mask import Sizes, shown_by
+from attngen.frontends.pytorch.callables import (
+    bits as callable_bits,
+)
+from attngen.frontends.pytorch.callables import (
+    calls as callables,
+)
+from attngen.frontends.pytorch.callables import (
+    listed as callable_listed,
+)
+from attngen.frontends.pytorch.callables.bits import made_by, maker_of
+from attngen.frontends.pytorch.callables.mask import Sizes, shown_by
 
 from . import gradients, oracle, varlen
 

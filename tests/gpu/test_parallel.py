@@ -12,13 +12,13 @@ from torch import Tensor
 
 import attngen
 from attngen import fp8, parallel
-from attngen.call.context_order import Order
-from attngen.call.context_steps import Span
-from attngen.frontends.pytorch import context_plans
-from attngen.frontends.pytorch.context_calls import Ranks, asked_of, context_call, features_of
-from attngen.frontends.pytorch.context_function import ContextAttention
-from attngen.frontends.pytorch.context_messages import Gathered, Visit
-from attngen.frontends.pytorch.context_parts import Stored
+from attngen.call.context.order import Order
+from attngen.call.context.steps import Span
+from attngen.frontends.pytorch.context import plans as context_plans
+from attngen.frontends.pytorch.context.calls import Ranks, asked_of, context_call, features_of
+from attngen.frontends.pytorch.context.function import ContextAttention
+from attngen.frontends.pytorch.context.messages import Gathered, Visit
+from attngen.frontends.pytorch.context.parts import Stored
 from attngen.reference import dropout_keep_mask
 from tools.simulated_ranks import ranks_of
 

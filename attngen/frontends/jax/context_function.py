@@ -18,8 +18,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from ...call.context_order import Order
-from ...call.context_visits import Parts, Visit
+from ...call.context.order import Order
+from ...call.context.visits import Parts, Visit
 from ...call.table import CARRIERS
 from .context_parts import (
     Learned,

@@ -1,6 +1,6 @@
 """Attention of sequences that are spread over an axis of a mesh, inside `jax.shard_map`.
 
-Keys and values are gathered, or travel around a ring: by the plans of call/context_steps.py, each
+Keys and values are gathered, or travel around a ring: by the plans of call/context/steps.py, each
 device gets what its queries see, and computes with nothing else.
 """
 
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...call import context_checks
 from ...call.backend import AUTO, asked, check_backend
-from ...call.context_checks import AXES, Over
-from ...call.context_order import AnyOrder, Order, order_of
-from ...call.context_steps import Length, is_aligned
-from ...call.context_visits import Bands, Visit, gathered_of, ring_of
+from ...call.context import checks as context_checks
+from ...call.context.checks import AXES, Over
+from ...call.context.order import AnyOrder, Order, order_of
+from ...call.context.steps import Length, is_aligned
+from ...call.context.visits import Bands, Visit, gathered_of, ring_of
 from ...errors import SpecError
 from ...results import AttentionAux
 from . import calls
@@ -89,7 +89,7 @@ def context_attention(
     q, k, v: what a device holds of each sequence in that order, [b, s / n, h, d] of n devices in
     the default layout, [t / n, h, d] in `thd`. strategy: ALL_GATHER, or RING, where keys come from
     one device after another, those alone that are needed; RING by default in order striped. order:
-    of call/context_order.py, `("striped", n)` for stripes of n positions, in which
+    of call/context/order.py, `("striped", n)` for stripes of n positions, in which
     `reorder_causal_load_balancing` lays out arrays. reduce_dtype: of gradients in messages, beside
     operands of 16 bits.
 

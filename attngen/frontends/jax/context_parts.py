@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ...call.context_steps import Origin, Part, Span
+from ...call.context.steps import Origin, Part, Span
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.positions import Positions
 from ...call.table import AttentionCall

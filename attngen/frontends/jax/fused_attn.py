@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from ...call import routing
-from ...call.context_order import AnyOrder
+from ...call.context.order import AnyOrder
 from ...call.table import ROWS, AttentionCall, make_call
 from ...call.taking import taking
 from ...call.tensors import TensorDesc

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ...call import kept_ds
 from ...call.kernel_choice import Device
-from ...call.prepare_backward import PreparedBackward
+from ...call.prepare.backward import PreparedBackward
 from ...call.prepared import PreparedCall, refuse_addresses
 from ...errors import LaunchError
 from ...runtime import counters, load

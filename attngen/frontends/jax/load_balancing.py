@@ -1,5 +1,5 @@
 """Orders of tokens that give each device of a causal context-parallel call as much to do, by
-TransformerEngine's names of call/context_order.py's."""
+TransformerEngine's names of call/context/order.py's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...call.context_order import Order
+from ...call.context.order import Order
 from ...errors import SpecError
 from .names import ReorderStrategy
 

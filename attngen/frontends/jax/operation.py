@@ -24,8 +24,8 @@ from ...call.gradient_kernels import GRADIENTS
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import output_shapes, unpacked
-from ...call.prepare_backward import PreparedBackward
-from ...call.prepare_forward import maxima_of
+from ...call.prepare.backward import PreparedBackward
+from ...call.prepare.forward import maxima_of
 from ...call.prepared import Output, PreparedCall
 from ...call.sinks import WorkspaceRows
 from ...call.table import GRADIENT_OF, INPUTS, WantedGradients

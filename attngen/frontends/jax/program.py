@@ -15,8 +15,8 @@ from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import boxed
-from ...call.prepare_backward import PreparedBackward, prepare_backward
-from ...call.prepare_forward import prepare_forward
+from ...call.prepare.backward import PreparedBackward, prepare_backward
+from ...call.prepare.forward import prepare_forward
 from ...call.prepared import PreparedCall, refuse_addresses
 from ...call.table import CARRIERS, INPUTS, WantedGradients
 from ...call.tensors import TensorDesc

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...call.append import TENSORS, AppendCall, refusals, spec_of, violations
 from ...call.backend import asked, check_backend
 from ...call.cache import CallCache
-from ...call.prepare_append import PreparedAppend, prepare_append
+from ...call.prepare.append import PreparedAppend, prepare_append
 from ...call.routing import no_kernels
 from ...call.served import unserved
 from ...call.taking import taking

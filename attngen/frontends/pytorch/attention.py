@@ -13,7 +13,8 @@ from ...call.signatures import argument_list, signature
 from ...call.table import ROWS
 from ...errors import LimitError, SpecError
 from ...results import AttentionAux
-from . import callable_compiled, eight_bits, into, routing
+from . import eight_bits, into, routing
+from .callables import compiled as callable_compiled
 from .calls import Bound, bind, calls, route
 from .torch_private import is_deterministic
 

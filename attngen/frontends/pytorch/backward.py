@@ -14,7 +14,7 @@ from ...call.gradient_kernels import names_of
 from ...call.memory import order_in
 from ...call.numbers import Arguments
 from ...call.operands import boxed
-from ...call.prepare_backward import PreparedBackward, prepare_backward
+from ...call.prepare.backward import PreparedBackward, prepare_backward
 from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
 from . import learned, routing, sinks

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.cache import CallCache
 from ...call.numbers import Arguments
-from ...call.prepare_parts import AllRows, NamedLaunches, PreparedPart, prepare_part
+from ...call.prepare.parts import AllRows, NamedLaunches, PreparedPart, prepare_part
 from ...call.table import INPUTS
 from .backward import readable
 from .descriptions import described, described_by_name, device_of

@@ -19,7 +19,8 @@ from ...call.fragments import operands_of as fragment_operands
 from ...call.table import CARRIERS, INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
-from . import callables, eight_bits, left_padding, nested, on_reference, routing
+from . import eight_bits, left_padding, nested, on_reference, routing
+from .callables import calls as callables
 from .casts import autocast
 from .checked_call import CheckedCall, Result, operands_of
 from .checks import check_rest, traced_refusal

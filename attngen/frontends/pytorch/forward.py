@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.cache import CallCache
 from ...call.numbers import Arguments
 from ...call.operands import unpacked
-from ...call.prepare_forward import maxima_of, prepare_forward
+from ...call.prepare.forward import maxima_of, prepare_forward
 from ...call.prepared import PreparedCall
 from ...call.table import INPUTS
 from ...call.tensors import TensorDesc

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...call.cache import CallCache
 from ...call.numbers import Arguments
 from ...call.ongoing import Ongoing
-from ...call.prepare_forward import prepare_forward
+from ...call.prepare.forward import prepare_forward
 from ...call.prepared import PreparedCall
 from ...call.table import INPUTS
 from ...errors import SpecError

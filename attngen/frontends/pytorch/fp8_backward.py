@@ -12,7 +12,7 @@ from ...call.cache import CallCache
 from ...call.fp8_checks import BACKWARD_SCALES as SCALES
 from ...call.fp8_gradients import MAXIMA
 from ...call.numbers import Arguments
-from ...call.prepare_backward import PreparedBackward, prepare_backward
+from ...call.prepare.backward import PreparedBackward, prepare_backward
 from ...call.prepared import refuse_addresses
 from ...call.table import (
     GRADIENT_OF,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
-from ...call.prepare_cast import UNITS, PreparedCast
-from ...call.prepare_d_o import (
+from ...call.prepare.cast import UNITS, PreparedCast
+from ...call.prepare.d_o import (
     BYTES,
     OPTIONAL,
     RESULTS,

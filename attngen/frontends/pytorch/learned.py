@@ -12,7 +12,7 @@ from torch import Tensor
 from ...call.dropout import keep_scale
 from ...call.fp8_scales import KEPT_SCALES
 from ...call.learned_sums import DIGITS, LEAST_EXPONENT
-from ...call.prepare_backward import PreparedBackward
+from ...call.prepare.backward import PreparedBackward
 from ...reference.fp8_backward import chosen_scale_s
 from . import bias, sinks
 

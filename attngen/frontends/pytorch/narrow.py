@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
-from ...call.prepare_cast import UNITS, CastForm, PreparedCast, prepare_cast
+from ...call.prepare.cast import UNITS, CastForm, PreparedCast, prepare_cast
 from ...call.recipe import CastRule, Narrowed
 from ...call.tensors import name_of
 from ...kernels.support.cast import MOST_NUMBERS, TENSORS

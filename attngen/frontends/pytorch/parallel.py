@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...call.context_order import AnyOrder
-from .context_choice import Comm
-from .context_sdpa import context_parallel
-from .context_sharding import positions, shard, shard_batch, unshard
-from .context_strategies import attention
+from ...call.context.order import AnyOrder
+from .context.choice import Comm
+from .context.sdpa import context_parallel
+from .context.sharding import positions, shard, shard_batch, unshard
+from .context.strategies import attention
 
 if TYPE_CHECKING:
-    from .context_style import ContextParallel
+    from .context.style import ContextParallel
 
 __all__ = [
     "AnyOrder",
@@ -35,6 +35,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "ContextParallel":
         raise AttributeError(f"module 'attngen.parallel' has no attribute {name!r}")
-    from .context_style import ContextParallel
+    from .context.style import ContextParallel
 
     return ContextParallel

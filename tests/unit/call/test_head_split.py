@@ -12,7 +12,7 @@ from attngen.call import kernel_choice
 from attngen.call.head_split import TOGETHER, split_heads
 from attngen.call.kernel_choice import Device
 from attngen.call.numbers import Arguments
-from attngen.call.prepare_backward import prepare_backward
+from attngen.call.prepare.backward import prepare_backward
 from attngen.call.table import OPTIONAL, WantedGradients
 from attngen.call.tensors import TensorDesc
 from attngen.compiler.builder import render_problem

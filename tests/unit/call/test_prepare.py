@@ -13,8 +13,8 @@ import torch
 from attngen import SpecError
 from attngen.call.kernel_choice import Device
 from attngen.call.numbers import Arguments
-from attngen.call.prepare_backward import prepare_backward
-from attngen.call.prepare_forward import prepare_forward
+from attngen.call.prepare.backward import prepare_backward
+from attngen.call.prepare.forward import prepare_forward
 from attngen.call.prepared import LAUNCHES_KEPT, Output, PreparedCall, refuse_addresses
 from attngen.call.table import INPUTS, OPTIONAL, WantedGradients
 from attngen.call.tensors import TensorDesc
@@ -32,8 +32,8 @@ sys.modules["torch"] = None
 from attngen.call import kernel_choice
 from attngen.call.kernel_choice import Device
 from attngen.call.numbers import Arguments
-from attngen.call.prepare_backward import prepare_backward
-from attngen.call.prepare_forward import prepare_forward
+from attngen.call.prepare.backward import prepare_backward
+from attngen.call.prepare.forward import prepare_forward
 from attngen.call.prepared import refuse_addresses
 from attngen.call.table import OPTIONAL, WantedGradients
 from attngen.call.tensors import TensorDesc

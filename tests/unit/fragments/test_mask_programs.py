@@ -16,8 +16,8 @@ from attngen.fragments.features import register_program
 from attngen.fragments.mask_lowering import mask_fragment_of
 from attngen.fragments.names import CAPTURED
 from attngen.fragments.program import MASK_PREFIX, TYPES
-from attngen.frontends.pytorch.callable_program import Traced, mask_program
-from attngen.frontends.pytorch.callable_trace import trace
+from attngen.frontends.pytorch.callables.program import Traced, mask_program
+from attngen.frontends.pytorch.callables.trace import trace
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans

@@ -12,7 +12,7 @@ from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.fragments.program import Operation, Program
 from attngen.fragments.program_text import facts_of, is_program, parse_program
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callables import calls as callables
 from attngen.io.values import from_json, to_json
 from attngen.kernels.plan import plans
 from attngen.spec.attention_spec import AttentionSpec

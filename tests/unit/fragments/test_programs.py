@@ -15,8 +15,8 @@ from attngen.compiler.compile import compile_source
 from attngen.fragments import features
 from attngen.fragments.lowering import fragment_of
 from attngen.fragments.program import TYPES
-from attngen.frontends.pytorch.callable_program import Traced, score_program
-from attngen.frontends.pytorch.callable_trace import trace
+from attngen.frontends.pytorch.callables.program import Traced, score_program
+from attngen.frontends.pytorch.callables.trace import trace
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans

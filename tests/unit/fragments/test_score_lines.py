@@ -11,7 +11,7 @@ from attngen.fragments.affine import affine_of
 from attngen.fragments.lowering import fragment_of, learns_at_keys, learns_at_queries
 from attngen.fragments.program import Program
 from attngen.fragments.score_lines import is_light, scaled_line
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callables import calls as callables
 
 BIAS, ROW = torch.randn(4, 80).requires_grad_(), torch.randn(80)
 KINDS, PAIRS = torch.arange(80).int() % 3, torch.randn(3, 3).requires_grad_()

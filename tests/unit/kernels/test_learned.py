@@ -21,7 +21,8 @@ from attngen.call.tensors import TensorDesc
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.fragments import features
-from attngen.frontends.pytorch import callables, learned
+from attngen.frontends.pytorch import learned
+from attngen.frontends.pytorch.callables import calls as callables
 from attngen.kernels.mma_sync.backward import plan as of_warps
 from attngen.kernels.plan import plans
 from attngen.kernels.wgmma.backward.plan import OF_KEYS, OF_LEARNED, LearnedPlan

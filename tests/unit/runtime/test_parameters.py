@@ -15,8 +15,8 @@ from attngen.call.fp8_checks import BACKWARD_SCALES
 from attngen.call.fp8_gradients import MAXIMA
 from attngen.call.fragment_values import PLACED
 from attngen.call.ongoing import NAMES as OF_JOINS
-from attngen.call.prepare_cast import POINTERS as OF_CASTS
-from attngen.call.prepare_d_o import POINTERS as OF_BACKWARD_CASTS
+from attngen.call.prepare.cast import POINTERS as OF_CASTS
+from attngen.call.prepare.d_o import POINTERS as OF_BACKWARD_CASTS
 from attngen.call.table import INPUTS
 from attngen.compiler.builder import render_problem
 from attngen.errors import PlanError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen.call.context_order import Order
-from attngen.frontends.pytorch import context_calls, context_choice
+from attngen.call.context.order import Order
+from attngen.frontends.pytorch.context import calls as context_calls
+from attngen.frontends.pytorch.context import choice as context_choice
 from tools import context_parallel
 
 RANKS = (2, 4)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.call.context_order import Order
+from attngen.call.context.order import Order
 from tools.ring_peer import Ring
 
 RANKS, TOKENS = 3, 24

@@ -18,7 +18,8 @@ from attngen.errors import LaunchError  # noqa: E402
 from attngen.fragments import features  # noqa: E402
 from attngen.frontends.jax.callables import trace  # noqa: E402
 from attngen.frontends.jax.program import Program  # noqa: E402
-from attngen.frontends.pytorch import callable_program, callable_trace  # noqa: E402
+from attngen.frontends.pytorch.callables import program as callable_program  # noqa: E402
+from attngen.frontends.pytorch.callables import trace as callable_trace  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
 from tests.support.jax_kit import random  # noqa: E402
 from tests.support.own_fragments import kept  # noqa: E402

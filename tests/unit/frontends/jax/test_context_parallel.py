@@ -25,7 +25,7 @@ from attngen.jax import (  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from attngen import SpecError  # noqa: E402
-from attngen.call.context_order import Order  # noqa: E402
+from attngen.call.context.order import Order  # noqa: E402
 
 jnp = jax.numpy
 HEADS, HEADS_KV, DIM = 4, 2, 8

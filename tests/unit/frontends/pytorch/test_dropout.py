@@ -31,7 +31,7 @@ def test_dropout_alone_returns_the_output_and_says_so_once(kernels, monkeypatch,
 
 def test_line_of_a_call_is_named_where_another_one_stands_for_it(kernels, monkeypatch) -> None:
     monkeypatch.setattr(calls, "_warned", [])
-    choice = calls.callables.callable_choice
+    choice = calls.callables.choice
     monkeypatch.setattr(choice.descriptions, "device_arch", lambda _: "sm_90a")
     with pytest.warns(FutureWarning) as found:
         attngen.attention(

@@ -11,17 +11,29 @@ import torch.distributed as dist
 from torch import nn
 
 from attngen import SpecError, fp8, parallel
-from attngen.call.context_order import Order
-from attngen.frontends.pytorch import (
-    context_calls,
-    context_choice,
-    context_heads,
-    context_launches,
-    context_plans,
-    context_sdpa,
-    context_sharding,
+from attngen.call.context.order import Order
+from attngen.frontends.pytorch.context import (
+    calls as context_calls,
 )
-from attngen.frontends.pytorch.context_calls import Ranks
+from attngen.frontends.pytorch.context import (
+    choice as context_choice,
+)
+from attngen.frontends.pytorch.context import (
+    heads as context_heads,
+)
+from attngen.frontends.pytorch.context import (
+    launches as context_launches,
+)
+from attngen.frontends.pytorch.context import (
+    plans as context_plans,
+)
+from attngen.frontends.pytorch.context import (
+    sdpa as context_sdpa,
+)
+from attngen.frontends.pytorch.context import (
+    sharding as context_sharding,
+)
+from attngen.frontends.pytorch.context.calls import Ranks
 from tests.support.parallel_kit import Case, errors_of
 
 CAUSAL = {"mask": "causal"}

@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attngen
 from attngen import SpecError
-from attngen.frontends.pytorch import callable_choice, routing
+from attngen.frontends.pytorch import routing
+from attngen.frontends.pytorch.callables import choice as callable_choice
 from tests.support.paths import ROOT
 
 RANKS = 4

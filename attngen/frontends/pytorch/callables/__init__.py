@@ -1,0 +1,1 @@
+"""Functions of scores and masks in calls, from torch: traced, recalled, given to kernels."""

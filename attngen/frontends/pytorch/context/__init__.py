@@ -1,0 +1,1 @@
+"""Attention over a group of devices, from torch: parts of a call, their messages, their sums."""
