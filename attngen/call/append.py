@@ -85,7 +85,7 @@ def violations(call: AppendCall) -> list[str]:
     return [
         *_of_tokens(call),
         *_of_integers(call),
-        *_of_rotation(call),
+        *rotation_violations(call),
         *_of_dtypes(call),
     ]
 
@@ -132,7 +132,8 @@ def _of_integers(call: AppendCall) -> Iterator[str]:
             yield f"{name} needs its last axis contiguous; got strides {list(x.stride())}"
 
 
-def _of_rotation(call: AppendCall) -> Iterator[str]:
+def rotation_violations(call: AppendCall) -> Iterator[str]:
+    """Why the angles of a call are none for its keys."""
     cosines, sines = call.rotary_cos, call.rotary_sin
     if (cosines is None) != (sines is None):
         yield "rotary_cos and rotary_sin come together"

@@ -40,11 +40,14 @@ def append(call: AppendCall) -> Tensor | None:
             factor = None if scale is None else _of_tokens(scale, tokens.sequence)
             new = quantise(new.float(), cache.dtype, factor)
         _write(cache, new.to(cache.dtype), tokens, call)
-    if call.q is None:
-        return None
+    return None if call.q is None else turned(call, tokens)
+
+
+def turned(call: AppendCall, tokens: Tokens) -> Tensor:
+    """The queries of a call, rotated as its new tokens are, in their dtype."""
     row = tokens.row if call.rotary_at_start else 0
-    turned = rotated(call, _flat(call.q, call.layout), tokens.position - row)
-    return _like(turned.to(call.q.dtype), call.q, call.layout)
+    found = rotated(call, _flat(call.q, call.layout), tokens.position - row)
+    return _like(found.to(call.q.dtype), call.q, call.layout)
 
 
 def tokens_of(call: AppendCall) -> Tokens:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import append_kv, attention
+from ...call.append import AppendCall, rotation_violations
 from ...errors import SpecError
+from ...reference import append as definition
 from ...reference.fp8 import is_fp8
 
 Window = tuple[int, int]
@@ -167,20 +169,53 @@ def attend_cached(call: Cached) -> tuple[Tensor, Tensor | None]:
 def _appended(call: Cached, before: Tensor) -> tuple[Tensor, Tensor]:
     """Write a call's new keys and values behind those that are there; return its queries, rotated
     where the call rotates, and the tokens of each sequence with the new ones."""
-    packed = call.cu_seqlens_k_new
+    packed, q = call.cu_seqlens_k_new, call.q
+    if packed is not None:
+        packed = packed.to(torch.int32)
+    together = bool(call.rotary) and _lie_alike(call)
+    if call.rotary and not together:
+        q = _turned_alone(call, before)
     turned = append_kv(
         *(call.k_cache, call.v_cache, call.k, call.v),
         lengths=before,
         layout="bshd" if packed is None else "thd",
         cu_seqlens=packed,
         page_table=None if call.table is None else call.table.to(torch.int32),
-        q=call.q if call.rotary else None,
+        q=q if together else None,
         backend=call.attention["backend"],
         **call.rotary,
     )
     assert call.k is not None  # the caller's condition
     new = call.k.shape[1] if packed is None else packed.diff()
-    return call.q if turned is None else turned, before + new
+    return q if turned is None else turned, before + new
+
+
+def _lie_alike(call: Cached) -> bool:
+    """Whether each query is beside a new key, so that one kernel turns both. Lengths in two tensors
+    may differ, which nobody waits for."""
+    ends, of_keys, k = call.cu_seqlens_q, call.cu_seqlens_k_new, call.k
+    assert k is not None  # the caller's condition
+    if ends is None or of_keys is None:
+        return ends is of_keys and call.q.shape[:2] == k.shape[:2]
+    return ends is of_keys and len(call.q) == len(k)
+
+
+def _turned_alone(call: Cached, before: Tensor) -> Tensor:
+    """The queries of a call whose new keys are others in number, rotated from where the first of
+    these goes."""
+    ends = None if call.cu_seqlens_q is None else call.cu_seqlens_q.to(torch.int32)
+    queries = AppendCall(
+        *(call.k_cache, call.v_cache, call.q, call.q),
+        lengths=before,
+        layout="bshd" if ends is None else "thd",
+        cu_seqlens=ends,
+        q=call.q,
+        **call.rotary,
+    )
+    if reasons := [*rotation_violations(queries)]:
+        raise SpecError(reasons)
+    with torch.no_grad():
+        return definition.turned(queries, definition.tokens_of(queries))
 
 
 def _violations(call: Cached) -> list[str]:
