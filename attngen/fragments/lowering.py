@@ -79,11 +79,13 @@ def learns_at_keys(program: Program) -> bool:
 def learns_at_queries(program: Program) -> bool:
     """Whether all that a program learns is what it multiplies scores by, a number a query: the
     gradient of a query, times the query, is that number times its own gradient. That is made of
-    rounded dS, whose errors sums over many queries would show."""
+    rounded dS, whose errors sums over many queries would show, as of `x[i % 4]`."""
     if len(program.learned) != 1:
         return False
     ((load, derivative),) = program.learned
-    return derivative == "s" and program.slope == load and reaches_of(program) == ("kRow",)
+    _, *indices = program.operation(load).args
+    of_query = "i" in indices and reaches_of(program) == ("kRow",)
+    return of_query and derivative == "s" and program.slope == load
 
 
 def operands_of(program: Program) -> Iterator[Operand]:

@@ -79,6 +79,8 @@ def test_products_with_queries_serve_what_scores_are_multiplied_by() -> None:
     for mod in (
         lambda s, b, h, i, j: s * BIAS[h, j],
         lambda s, b, h, i, j: s * BIAS[h, 0],  # whose sum over queries would show rounded dS
+        lambda s, b, h, i, j: s * BIAS[h, i % 4],
+        lambda s, b, h, i, j: s * BIAS[h, i // 64],
         lambda s, b, h, i, j: s * torch.sigmoid(BIAS[h, i].log()),
         lambda s, b, h, i, j: torch.tanh(s * BIAS[h, i]),
         lambda s, b, h, i, j: s + BIAS[h, i],
