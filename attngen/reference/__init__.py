@@ -29,7 +29,8 @@ from .checks import check, check_values
 from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes, without_autocast
 from .dropout import draw_rng_state, dropout_keep_mask
-from .fp8_backward import BackwardOperands, Fp8Gradients, fp8_backward
+from .fp8_backward import fp8_backward
+from .fp8_backward_tensors import BackwardOperands, Fp8Gradients
 from .fp8_checks import scale_values
 from .masks import visible
 from .operands import Operands

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,13 +11,11 @@ from ..call.fp8_checks import BACKWARD_SCALES, STORED_SCALES
 from ..call.table import AttentionCall
 from ..errors import SpecError
 from . import fp8
+from .fp8_backward_tensors import BackwardOperands
 from .fp8_checks import FLOATS
 from .operands import Operands
 from .sizes import agree_all
 from .wording import names, shape_of
-
-if TYPE_CHECKING:
-    from .fp8_backward import BackwardOperands
 
 WIDE = (torch.float32, torch.float64)
 

@@ -21,8 +21,7 @@ from attngen import AttentionSpec, SpecError, reference
 from attngen.call.numbers import Arguments
 from attngen.call.table import GRADIENT_OF, OPTIONAL
 from attngen.frontends.pytorch.fp8_backward import SCALES
-from attngen.reference import fp8
-from attngen.reference.fp8_backward import BackwardOperands, Fp8Gradients, fp8_backward
+from attngen.reference import BackwardOperands, Fp8Gradients, fp8, fp8_backward
 
 from . import oracle
 from .oracle_fp8 import DTYPES

@@ -14,7 +14,8 @@ from ...call.fp8_gradients import MAXIMA
 from ...call.numbers import Arguments
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...call.tensors import name_of
-from ...reference.fp8_backward import BackwardOperands, differentiate_call
+from ...reference.fp8_backward import differentiate_call
+from ...reference.fp8_backward_tensors import BackwardOperands
 from .fp8_backward import second_derivative
 from .on_reference import call_of
 from .registry import operator
