@@ -15,10 +15,10 @@ from ..errors import SpecError
 from ..fragments.definition import MASK_NAMES, SCORE_NAMES
 from ..fragments.features import scan
 from ..fragments.header import CAPTURED, PREFIX, Fragment, Operand
-from ..io.text import suggestion
 from ..spec.attention_spec import AttentionSpec
 from ..spec.fragment_checks import MOST_TENSORS, called_fragments
 from ..spec.masks import PLAIN_MASKS
+from .other_names import meant_by
 
 KNOWN = scan()  # here, not in a call: torch.compile cannot trace file access
 SLOTS = tuple(f"fragment_{place}" for place in range(MOST_TENSORS))
@@ -89,7 +89,7 @@ def split_arguments(
     added = argument_names()
     for name in unknown:
         if name not in added:
-            meant = suggestion(name, (*rows, *added))
+            meant = meant_by(name, (*rows, *added))
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
     own = {name: x for name, x in given.items() if name in rows}
     return own, tuple((name, given[name]) for name in unknown if given[name] is not None)

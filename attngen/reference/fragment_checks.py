@@ -26,6 +26,9 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     scored = isinstance(call.score_mod, str) or call.fragment_arguments
     if call.mask in PLAIN_MASKS and not scored:
         return
+    if isinstance(call.mask, Tensor):
+        yield f"mask needs a name; got {shape_of(call.mask)}. Pass booleans a pair as attn_mask."
+        return
     if not isinstance(call.mask, str) or _unknown(call.mask):
         others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
         all_ = ", ".join((*PLAIN_MASKS, *others))

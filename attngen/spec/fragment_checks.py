@@ -106,6 +106,9 @@ def _check_scores(spec: AttentionSpec, features: Features) -> Iterator[Violation
         if word in known or ((x := features["score"].get(word)) is not None and x.traced):
             continue
         reason = f"score_mod {word!r} is unknown; available: {known}{suggestion(word, known)}"
+        if not known:
+            reason = f"score_mod {word!r} is unknown, as no fragment is there that is called; pass "
+            reason += "a function, in spec files by its place, as python:mods.py:name"
         if (fragment := features["score"].get(word)) is not None:
             reason = f"score_mod {word!r} is asked for by a field of its own: "
             reason += fragment.selected_by

@@ -157,7 +157,8 @@ def test_reference_prefix_of_each_sequence_is_its_own_and_follows_lengths() -> N
         ({"mask": "prefix", "prefix": torch.zeros(2).int()}, "got int32 .2."),
         ({"mask": ["prefix", "causal"], "prefix": 2}, "'prefix' is used alone"),
         ({"mask": "causal+chunkd"}, "mask='causal.chunkd' is not a mask. Use one of none, causal"),
-        ({"score_mod": "bend"}, "score_mod 'bend' is unknown"),
+        ({"mask": torch.ones(4, 4) > 0}, "mask needs a name; got bool .4, 4.. Pass .* attn_mask"),
+        ({"score_mod": "bend"}, "score_mod 'bend' is unknown.* pass a function"),
     ],
 )
 @pytest.mark.parametrize("attention", [attngen.attention, reference.attention])
