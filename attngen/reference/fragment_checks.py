@@ -26,13 +26,8 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     scored = isinstance(call.score_mod, str) or call.fragment_arguments
     if call.mask in PLAIN_MASKS and not scored:
         return
-    if isinstance(call.mask, Tensor):
-        yield f"mask needs a name; got {shape_of(call.mask)}. Pass booleans a pair as attn_mask."
-        return
     if not isinstance(call.mask, str) or _unknown(call.mask):
-        others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
-        all_ = ", ".join((*PLAIN_MASKS, *others))
-        yield f"mask={call.mask!r} is not a mask. Use one of {all_}."
+        yield _no_mask(call.mask)
         return
     named = call.score_mod if isinstance(call.score_mod, str) else False
     spec = AttentionSpec(head_dim=1, mask=call.mask, score_mod=named)
@@ -40,6 +35,14 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     yield from wrong
     if not wrong:
         yield from _argument_violations(call, operands)
+
+
+def _no_mask(mask: object) -> str:
+    """What to say of a mask that is none."""
+    if isinstance(mask, Tensor):
+        return f"mask needs a name; got {shape_of(mask)}. Pass booleans a pair as attn_mask."
+    others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
+    return f"mask={mask!r} is not a mask. Use one of {', '.join((*PLAIN_MASKS, *others))}."
 
 
 def _unknown(mask: str) -> bool:

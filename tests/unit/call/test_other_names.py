@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,9 +25,9 @@ from attngen.call.table import ROWS
     ],
 )
 def test_refusals_name_what_is_meant(name: str, meant: str) -> None:
-    q = torch.zeros(1, 4, 1, 8)
+    q, given = torch.zeros(1, 4, 1, 8), dict[str, Any]({name: None})
     with pytest.raises(TypeError, match=f"argument '{name}'; {meant}"):
-        attngen.attention(q, q, q, **{name: None})
+        attngen.attention(q, q, q, **given)
 
 
 def test_names_of_others_are_none_of_these_and_stand_for_some() -> None:
