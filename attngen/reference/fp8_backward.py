@@ -168,6 +168,7 @@ def _add_sequence(
         total.add_(each)
     if call.sink is not None:  # which scores do not depend on
         of_sink = torch.exp(softmax_offset(call, s).squeeze(-1) - x.lse)
+        of_sink = of_sink.masked_fill(x.lse == float("-inf"), 0)  # not even a sink
         sums.learned["sink"].sub_((of_sink * x.delta).sum(-1))
     torch.maximum(sums.amax_dp, _amax(d_products), out=sums.amax_dp)
 

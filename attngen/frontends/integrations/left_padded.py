@@ -68,7 +68,9 @@ def _by_key_head(q: Tensor, keys: tuple[Tensor, Tensor], rest: Arguments) -> Ten
     out, aux = attention(grouped, k, v, **rest, return_lse=True)
     assert aux.lse is not None  # which was asked for
     seen = aux.lse.unflatten(1, (b, of_keys)).permute(1, 2, 0).flatten(1)
-    share = torch.sigmoid(seen - sink).masked_fill(seen == -math.inf, 0)[:, None, :, None]
+    empty = seen == -math.inf  # beside a sink of -inf their difference is no number, nor its slope
+    share = torch.sigmoid(seen.masked_fill(empty, 0) - sink).masked_fill(empty, 0)
+    share = share[:, None, :, None]
     return (out.reshape(b, 1, heads, -1) * share).to(out.dtype)
 
 

@@ -53,6 +53,11 @@ VARIANTS = {
         "seqused_q": torch.tensor([4, 6]).int(),
         "seqused_kv": torch.tensor([7, 0]).int(),
     },
+    "no_weight": {
+        "softmax": "learnable",
+        "sink": torch.tensor([-math.inf, -1.25, 0.5, -math.inf], dtype=torch.float64),
+        "seqused_kv": torch.tensor([7, 0]).int(),
+    },
 }
 
 

@@ -52,6 +52,9 @@ def test_rows_without_keys_are_zero_beside_a_sink_of_no_weight() -> None:
     wanted = attngen.attention(*(x.transpose(1, 2) for x in (q, k, v)), layout="bshd", **arguments)
     assert not found[0].any() and found[1].any()
     torch.testing.assert_close(found, wanted)
+    arguments["sink"] = sink.requires_grad_()
+    (d_sink,) = torch.autograd.grad(left_padded.attend((q, k, v), arguments, None).sum(), sink)
+    assert d_sink.isfinite().all() and d_sink[[1, 3]].all() and not d_sink[[0, 2]].any()
 
 
 def test_keys_of_steps_are_read_where_they_lie_and_lengths_made_once(
