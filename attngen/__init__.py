@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import reference as reference
     from .call.backend import set_backend
     from .compiler.builder import Built, build
     from .errors import (
@@ -113,6 +114,8 @@ def __getattr__(name: str) -> Any:
     if name in _FRONT_ENDS:
         value = globals()[name] = import_module(f".{_FRONT_ENDS[name]}", __name__)
         return value
+    if name == "reference":  # a module of its own name
+        return import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module 'attngen' has no attribute {name!r}")
     home = _HOMES.get(name, "errors")
@@ -165,4 +168,4 @@ _find_front_ends()
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_FRONT_ENDS})
+    return sorted({*globals(), *__all__, *_FRONT_ENDS, "reference"})

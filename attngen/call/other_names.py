@@ -25,8 +25,8 @@ MORE = {
 
 
 def meant_by(name: str, known: Iterable[str]) -> str:
-    """What a call may do that gives an argument of an unknown name, as `; did you mean 'window'?`;
-    nothing where that tells nothing. known: the names that there are."""
+    """Say what is meant by an argument of an unknown name, as `; did you mean 'window'?`;
+    nothing where nobody knows. known: the names that there are."""
     if name in NAMES:
         return f"; did you mean {NAMES[name]!r}?"
     return MORE.get(name) or suggestion(name, known)

@@ -38,7 +38,7 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 
 def _no_mask(mask: object) -> str:
-    """What to say of a mask that is none."""
+    """Say that a mask is none, and what may be one."""
     if isinstance(mask, Tensor):
         return f"mask needs a name; got {shape_of(mask)}. Pass booleans a pair as attn_mask."
     others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]

@@ -246,6 +246,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __sinf(float x) { return std::sin(x); }  // off by 2^-21 at most, for up to half a turn
 inline float __cosf(float x) { return std::cos(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -47,7 +47,12 @@ def waved(device: torch.device) -> ScoreMod:
     return lambda s, b, h, i, j: s * torch.cos(phase[j]) + torch.sin((i - j) * 0.37 + h)
 
 
-MODS = {each.__name__: each for each in (relative, capped, bent, waved)}
+def rooted(device: torch.device) -> ScoreMod:
+    """Roots of scores and of distances, that of 0 among them."""
+    return lambda s, b, h, i, j: s * torch.rsqrt(1 + s * s) - (i - j).abs().float().sqrt() * 0.1
+
+
+MODS = {each.__name__: each for each in (relative, capped, bent, waved, rooted)}
 
 
 def check(

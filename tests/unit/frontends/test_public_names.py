@@ -46,6 +46,12 @@ def test_names_come_from_a_front_end_by_its_public_name() -> None:
     assert run(code) == "True DotProductAttention autocast"
 
 
+def test_reference_is_there_without_an_import_of_its_own() -> None:
+    """Pages name it so."""
+    code = "import attngen\nprint('torch' in __import__('sys').modules, attngen.reference.__name__)"
+    assert run(code) == "False attngen.reference"
+
+
 @pytest.mark.slow
 def test_doors_import_no_library_that_they_open_to() -> None:
     code = (
