@@ -193,7 +193,9 @@ def refusals(call: AppendCall) -> list[str]:
     ]
     kinds = {spec_dtype(call.k.dtype), spec_dtype(call.k_cache.dtype)}
     if not kinds <= {*DTYPES_16BIT, *DTYPES_8BIT}:
-        found.append(f"kernels append 16 and 8 bits; got {_pair(call.k, call.k_cache)}")
+        found.append(
+            f"kernels append 16 and 8 bits; got {dtype_name(call.k)} to {dtype_name(call.k_cache)}"
+        )
         return found
     wrong = find_violations(spec_of(call), _FEATURES)
     return [*found, *dict.fromkeys(each.reason for each in wrong)]

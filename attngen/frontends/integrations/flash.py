@@ -231,6 +231,8 @@ def _violations(call: Cached) -> list[str]:
             "cache_leftpad belongs to a dense cache, one row a sequence; with pages or "
             "cache_batch_idx begin at the first row"
         )
+    if call.leftpad is not None and call.cu_seqlens_q is not None:
+        found.append("cache_leftpad goes with queries [b, s, h, d]; pass no cu_seqlens_q")
     if call.leftpad is not None and call.rotary:
         found.append(
             "rotary_cos turns by the row in the cache, with cache_leftpad not by the position; "

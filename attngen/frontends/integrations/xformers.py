@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...call.taking import taking
 from ...errors import SpecError
@@ -40,7 +42,12 @@ _PAGES = {
     "PagedBlockDiagonalPaddedKeysMask": (False, True),
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": (True, True),
 }
-_KNOWN = {**_DENSE, **_BLOCKS, **_PAGES}
+# Of sequences that begin behind the first row of their pages.
+_GATHERED = {
+    "PagedBlockDiagonalGappyKeysMask": (False, True),
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": (True, True),
+}
+_KNOWN = {**_DENSE, **_BLOCKS, **_PAGES, **_GATHERED}
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +98,15 @@ def memory_efficient_attention(call: Attention) -> Tensor:
         given["bias"] = _with_four_axes(bias)
     elif bias is not None:
         given |= _band(bias, kind)
-    if kind in _BLOCKS or kind in _PAGES:
-        given |= _blocks(bias)
+    if kind in _BLOCKS or kind in _PAGES or kind in _GATHERED:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        if kind in _GATHERED:
+            ends, place = _places(bias)
+            k, v = k[place], v[place]
+            given |= packed("q", bias.q_seqinfo.seqstart, None) | packed("kv", ends, None)
+            given["layout"] = "thd"
+        else:
+            given |= _blocks(bias)
         if kind in _PAGES:
             k, v = (x.unflatten(0, (-1, bias.page_size)) for x in (k, v))
     out, _ = attend((q, k, v), given, False)
@@ -129,6 +142,21 @@ def _band(bias: Any, kind: str) -> dict[str, Any]:
     if hasattr(bias, "_bias"):
         given["bias"] = _with_four_axes(bias._bias)
     return given
+
+
+def _places(bias: Any) -> tuple[Tensor, Tensor]:
+    """Cumulative numbers of the keys of sequences that begin anywhere in their pages, and the row
+    in which each of these keys lies."""
+    lengths, table = bias.k_seqinfo, bias.block_tables
+    starts = lengths.seqstart[: len(table)]
+    counts = lengths.seqlen - starts
+    tokens = sum(lengths.seqlen_py) - sum(lengths.seqstart_py[: len(table)])
+    sequence = torch.arange(len(table), device=table.device)
+    sequence = sequence.repeat_interleave(counts, output_size=tokens)
+    ends = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    row = torch.arange(tokens, device=table.device) - (ends[:-1] - starts)[sequence]
+    page = table[sequence, row.div(bias.page_size, rounding_mode="floor")].long()
+    return ends, page * bias.page_size + row.remainder(bias.page_size)
 
 
 def _blocks(bias: Any) -> dict[str, Any]:

@@ -183,16 +183,25 @@ REFUSED = {
     "nothing to turn": (two, angles(D), "rotary_cos"),
     "two tables": (two, {**ROWS, "block_table": torch.tensor([[0], [1]])}, "cache_batch_idx"),
     "padding of rows": (two, {**ROWS, **PAD}, "cache_leftpad"),
+    "padding and packing": (
+        three,
+        {**NEW, **PAD, "cache_seqlens": 3, "q": Q[:, 0], "cu_seqlens_q": torch.arange(3)},
+        "pass no cu_seqlens_q",
+    ),
     "padding and angles": (two, {**NEW, **PAD, **angles(D), "cache_seqlens": 3}, "rotate q and k"),
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_say_why(case: str) -> None:
+def test_refusals_say_why_before_anything_is_written(case: str) -> None:
     door, given, reason = REFUSED[case]
+    caches = cache_of()
     with pytest.raises(SpecError, match=reason):
-        door.flash_attn_with_kvcache(Q, K_CACHE, V_CACHE, **given)
+        door.flash_attn_with_kvcache(
+            **{"q": Q, "k_cache": caches[0], "v_cache": caches[1], **given}
+        )
+    assert torch.equal(caches[0], K_CACHE) and torch.equal(caches[1], V_CACHE)
 
 
 def test_angles_that_fit_no_key_are_refused_before_anything_is_written() -> None:

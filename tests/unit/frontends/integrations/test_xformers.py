@@ -103,6 +103,42 @@ def test_masks_of_sequences_in_a_row(name: str) -> None:
     alike(memory_efficient_attention(q, k, v, mask, **HERE), torch.cat(outs, 1))
 
 
+@pytest.mark.parametrize("name", door._GATHERED)
+def test_sequences_that_begin_anywhere_in_their_pages(name: str) -> None:
+    """Keys 1 to 4 and 3 to 7 of pages of two rows, with gradients."""
+    starts, ends = [1, 3], [5, 8]
+    table = torch.tensor([[2, 0, 1, 6], [5, 3, 4, 6]])
+    mask = object_of(
+        name,
+        q_seqinfo=SimpleNamespace(seqstart=torch.tensor(ENDS_Q, dtype=torch.int32)),
+        k_seqinfo=SimpleNamespace(
+            seqstart=torch.tensor([*starts, 9], dtype=torch.int32),
+            seqlen=torch.tensor(ends, dtype=torch.int32),
+            seqstart_py=[*starts, 9],
+            seqlen_py=ends,
+        ),
+        block_tables=table,
+        page_size=2,
+    )
+    own, other = (
+        [randn(1, n, H, D, seed=s).requires_grad_() for s, n in enumerate((8, 14, 14))]
+        for _ in "ab"
+    )
+    found = memory_efficient_attention(*own, mask, **HERE)
+    q, k, v = other
+    outs = []
+    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        rows = [int(table[b, n // 2]) * 2 + n % 2 for n in range(start, end)]
+        queries = q[:, ENDS_Q[b] : ENDS_Q[b + 1]]
+        bias = hidden(band(queries.shape[1], len(rows), name))
+        outs.append(truth(queries, k[:, rows], v[:, rows], bias))
+    alike(found, torch.cat(outs, 1))
+    for out in (found, torch.cat(outs, 1)):
+        out.backward(randn(*out.shape, seed=8))
+    for one, two in zip(own, other, strict=True):
+        alike(one.grad, two.grad)
+
+
 def test_tensor_is_added_and_learns() -> None:
     found, wanted = (randn(2, H, 5, 7, seed=6).requires_grad_() for _ in "ab")
     one = memory_efficient_attention(*operands(), found, **HERE)
@@ -135,8 +171,8 @@ def test_dropout_and_dtype_of_the_output() -> None:
 
 
 def test_classes_without_a_kernel_are_refused_by_name() -> None:
-    with pytest.raises(SpecError, match="PagedBlockDiagonalGappyKeysMask; allowed: a tensor, Low"):
-        memory_efficient_attention(*operands(), object_of("PagedBlockDiagonalGappyKeysMask"))
+    with pytest.raises(SpecError, match="class MaskOfMine; allowed: a tensor, Low"):
+        memory_efficient_attention(*operands(), object_of("MaskOfMine"))
 
 
 def test_code_of_the_guide_runs() -> None:
@@ -171,4 +207,19 @@ def test_classes_of_the_library_mean_that(name: str) -> None:
         mask = kind(q_seqinfo=plain.q_seqinfo, k_seqinfo=plain.k_seqinfo, **window_of(name))
     q, k, v = (randn(*row[side], seed=n) for n, side in enumerate(("q", "kv", "kv")))
     bias = mask.materialize((1, H, 8, 14), dtype=torch.float64)
+    alike(memory_efficient_attention(q, k, v, mask, **HERE), truth(q, k, v, bias))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", door._GATHERED)
+def test_gappy_pages_of_the_library_mean_that(name: str) -> None:
+    kinds = pytest.importorskip("xformers.ops.fmha.attn_bias")
+    plain = getattr(kinds, name.removeprefix("Paged")).from_seqlens(
+        q_seqlen=[3, 5], kv_seqstarts=[1, 11, 16], kv_seqlen=[4, 5], device=torch.device("cpu")
+    )
+    table = torch.tensor([[2, 0, 1, 6], [5, 3, 4, 7]], dtype=torch.int32)
+    mask = plain.make_paged(table, 2, 8, getattr(kinds, name))
+    q, k, v = (randn(1, n, H, D, seed=s) for s, n in enumerate((8, 16, 16)))
+    bias = mask.materialize((1, H, 8, 16), dtype=torch.float64)
     alike(memory_efficient_attention(q, k, v, mask, **HERE), truth(q, k, v, bias))
