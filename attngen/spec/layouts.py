@@ -10,7 +10,7 @@ packed tensor. Memory order beyond that is strides, which every caller keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import SpecError
@@ -24,20 +24,31 @@ FORMATS: tuple[Format, ...] = ("sbhd", "bshd", "bhsd", "thd")
 _PACKED_AXIS = {"qkv_3hd": -3, "qkv_h3d": -2, "kv_2hd": -3, "kv_h2d": -2}
 
 
+_OPERANDS_OF_PACKING: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "qkv_3hd": ("q", "k", "v"),
+    "qkv_h3d": ("q", "k", "v"),
+    "kv_2hd": ("k", "v"),
+    "kv_h2d": ("k", "v"),
+}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Where each operand of a call is found: formats of Q and of K/V, packing, paging."""
+    """Where each operand of a call is found: formats of Q and of K/V, packing, paging.
+
+    packed_operands: names of the operands that share one tensor, in their order along its axis.
+    """
 
     name: str
     q_format: Format
     kv_format: Format
     packing: Packing = "none"
     paged: bool = False
+    packed_operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def packed_operands(self) -> tuple[str, ...]:
-        """Names of the operands that share one tensor, in their order along its axis."""
-        return _OPERANDS_OF_PACKING[self.packing]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed_operands", _OPERANDS_OF_PACKING[self.packing])
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -62,14 +73,6 @@ class Layout:
         """Whether Q, K and V are one tensor and therefore have the same lengths."""
         return self.packing in ("qkv_3hd", "qkv_h3d")
 
-
-_OPERANDS_OF_PACKING: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "qkv_3hd": ("q", "k", "v"),
-    "qkv_h3d": ("q", "k", "v"),
-    "kv_2hd": ("k", "v"),
-    "kv_h2d": ("k", "v"),
-}
 
 _LAYOUTS = (
     Layout("sb3hd", "sbhd", "sbhd", "qkv_3hd"),

@@ -20,7 +20,7 @@ from tests.support.caches import BACKWARD, FORWARD, forget
 from tests.support.paths import ROOT
 
 PACKAGE = str(ROOT / "attngen")
-PLAIN, BESIDE, COLD = 12, 20, 1225  # at most
+PLAIN, BESIDE, COLD = 12, 20, 1200  # at most
 
 
 @contextmanager
