@@ -57,9 +57,7 @@ def violations(
     reasons += _variant_violations(heads, sequences, optional, arguments)
     reasons += fragment_values.violations(optional, arguments, sequences, heads)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
-    reasons += _mask_violations(
-        sequences, extents, optional, arguments, backward="d_o" in tensors
-    )
+    reasons += _mask_violations(sequences, extents, optional, arguments, backward="d_o" in tensors)
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
     reasons += schedule.violations(optional["schedule"], sequences)
     spec = spec_of(q, k, v, optional, arguments, gather)
@@ -151,8 +149,10 @@ def _variant_violations(
         row = ROW_OF_OPERAND[name]
         if tensor is not None and row.advice and not _is_float32(tensor, *row.shapes_for(sizes)):
             yield f"{name} needs {row.wanted(sizes)}, got {named(tensor)}"
-    if (sink is not None) != (arguments.softmax == "learnable"):
-        yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
+    if sink is not None and arguments.softmax != "learnable":
+        yield f"sink belongs to softmax='learnable'; got {arguments.softmax!r}"
+    if sink is None and arguments.softmax == "learnable":
+        yield "softmax='learnable' needs sink float32 [h_q]; got None. Pass one score a head."
     for name, tensor in optional.items():
         far = tensor is not None and name not in TILED and _last_offset(tensor) >= OFFSET_LIMIT
         if tensor is not None and far:

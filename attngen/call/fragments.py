@@ -16,8 +16,8 @@ from ..fragments.definition import MASK_NAMES, SCORE_NAMES
 from ..fragments.features import scan
 from ..fragments.header import CAPTURED, PREFIX, Fragment, Operand
 from ..spec.attention_spec import AttentionSpec
-from ..spec.fragment_checks import MOST_TENSORS, called_fragments
-from ..spec.masks import PLAIN_MASKS
+from ..spec.fragment_checks import MOST_TENSORS, called_fragments, mask_names
+from ..spec.masks import PLAIN_MASKS, masks_of
 from .other_names import meant_by
 
 KNOWN = scan()  # here, not in a call: torch.compile cannot trace file access
@@ -26,6 +26,7 @@ SLOTS = tuple(f"fragment_{place}" for place in range(MOST_TENSORS))
 LEARNED_SLOT = "fragment_learned"
 """The operations' tensor whose gradient has those of all that a score learns."""
 LEARNED = "learned_captures"
+_INT32 = 1 << 31
 _LEARNED = Operand(
     LEARNED,
     CAPTURED,
@@ -188,3 +189,43 @@ def definition_of(
     text = f"lambda *, {', '.join(names)}: ({fragment.reference.strip()}\n)"
     made: Callable[..., Any] = eval(text, {**functions, "__builtins__": {}})
     return made
+
+
+def is_mask(mask: object) -> bool:
+    """Whether this is a mask's name, or joins those of some."""
+    known = mask_names(KNOWN)
+    return isinstance(mask, str) and all(word in known for word in masks_of(mask).fragments)
+
+
+def no_mask(mask: object) -> str:
+    """Say that a mask is none, and what may be one."""
+    others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
+    return f"mask={mask!r} is not a mask. Use one of {', '.join((*PLAIN_MASKS, *others))}."
+
+
+def misplaced(name: str) -> str:
+    """Say to which fragments an argument belongs, none of which a call names."""
+    owners = [
+        f"mask={each.name!r}" if each.axis == "mask" else f"score_mod={each.name!r}"
+        for fragments in KNOWN.values()
+        for each in fragments.values()
+        if each.called and name in [operand.name for operand in each.operands]
+    ]
+    return f"{name} belongs to {' or '.join(owners)}; pass that, or leave {name} out."
+
+
+def number_wanted(operand: Operand) -> str:
+    """The numbers that an operand may be, in words."""
+    kind = "a number" if operand.dtype == "f32" else "an int"
+    return kind if operand.minimum is None else f"{kind} >= {operand.minimum}"
+
+
+def is_number(value: object, operand: Operand) -> bool:
+    """Whether this is a number that an operand may be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if operand.dtype != "f32" and not isinstance(value, int):
+        return False
+    if operand.dtype == "i32" and not -_INT32 <= value < _INT32:
+        return False
+    return operand.minimum is None or value >= operand.minimum

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..call.fragments import KNOWN, FragmentOperand, operands_of
+from ..call.fragments import (
+    KNOWN,
+    FragmentOperand,
+    is_mask,
+    is_number,
+    misplaced,
+    no_mask,
+    number_wanted,
+    operands_of,
+)
 from ..call.table import AttentionCall
-from ..fragments.header import CAPTURED, Operand
+from ..fragments.header import CAPTURED
 from ..spec.attention_spec import AttentionSpec
-from ..spec.fragment_checks import check_fragments, mask_names
-from ..spec.masks import PLAIN_MASKS, masks_of
+from ..spec.fragment_checks import check_fragments
+from ..spec.masks import PLAIN_MASKS
 from .fp8_checks import FLOATS
 from .operands import Operands
 from .sizes import agree_all
 from .wording import kind_of, shape_of
-
-_INT32 = 1 << 31
 
 
 def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
@@ -26,8 +34,11 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     scored = isinstance(call.score_mod, str) or call.fragment_arguments
     if call.mask in PLAIN_MASKS and not scored:
         return
-    if not isinstance(call.mask, str) or _unknown(call.mask):
-        yield _no_mask(call.mask)
+    if isinstance(mask := cast(object, call.mask), Tensor):
+        yield f"mask needs a name; got {shape_of(mask)}. Pass booleans a pair as attn_mask."
+        return
+    if not is_mask(call.mask):
+        yield no_mask(call.mask)
         return
     named = call.score_mod if isinstance(call.score_mod, str) else False
     spec = AttentionSpec(head_dim=1, mask=call.mask, score_mod=named)
@@ -37,31 +48,11 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
         yield from _argument_violations(call, operands)
 
 
-def _no_mask(mask: object) -> str:
-    """Say that a mask is none, and what may be one."""
-    if isinstance(mask, Tensor):
-        return f"mask needs a name; got {shape_of(mask)}. Pass booleans a pair as attn_mask."
-    others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
-    return f"mask={mask!r} is not a mask. Use one of {', '.join((*PLAIN_MASKS, *others))}."
-
-
-def _unknown(mask: str) -> bool:
-    """Whether a mask's name is none, or joins one that is none."""
-    known = mask_names(KNOWN)
-    return any(word not in known for word in masks_of(mask).fragments)
-
-
 def _argument_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     given = dict(call.fragment_arguments)
     wanted = operands_of(call.mask, call.score_mod)
     for name in given.keys() - {each.name for each in wanted}:
-        owners = [
-            f"mask={each.name!r}" if each.axis == "mask" else f"score_mod={each.name!r}"
-            for fragments in KNOWN.values()
-            for each in fragments.values()
-            if each.called and name in [operand.name for operand in each.operands]
-        ]
-        yield f"{name} belongs to {' or '.join(owners)}; pass that, or leave {name} out."
+        yield misplaced(name)
     for each in wanted:
         if each.name not in given:
             what = f"{each.fragment.axis} {each.fragment.name!r} needs {each.name}"
@@ -77,13 +68,8 @@ def _wanted(each: FragmentOperand, operands: Operands) -> str:
     shapes = [", ".join(f"{axis}={sizes[axis]}" for axis in shape) for shape in each.shapes]
     found = [f"{dtype} [{shape}]" for shape in shapes]
     if each.number >= 0:
-        found = [_number_wanted(each.operand), *found]
+        found = [number_wanted(each.operand), *found]
     return " or ".join(found)
-
-
-def _number_wanted(operand: Operand) -> str:
-    kind = "a number" if operand.dtype == "f32" else "an int"
-    return kind if operand.minimum is None else f"{kind} >= {operand.minimum}"
 
 
 def _misfit(each: FragmentOperand, value: object, operands: Operands) -> str | None:
@@ -92,7 +78,7 @@ def _misfit(each: FragmentOperand, value: object, operands: Operands) -> str | N
         return None
     needs = f"{each.name} needs {_wanted(each, operands)}"
     if not isinstance(value, Tensor):
-        if each.number >= 0 and _is_number(value, each.operand):
+        if each.number >= 0 and is_number(value, each.operand):
             return None
         return f"{needs}; got {kind_of(value)}. Pass one."
     sizes = {"b": operands.batch, "h_q": operands.h_q}
@@ -100,14 +86,3 @@ def _misfit(each: FragmentOperand, value: object, operands: Operands) -> str | N
     dtypes = (torch.int32,) if each.operand.dtype == "i32" else FLOATS
     fits = value.dtype in dtypes and any(agree_all(value.shape, shape) for shape in shapes)
     return None if fits else f"{needs}; got {shape_of(value)}. Make it such a tensor."
-
-
-def _is_number(value: object, operand: Operand) -> bool:
-    """Whether this is a number that an operand may be."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    if operand.dtype != "f32" and not isinstance(value, int):
-        return False
-    if operand.dtype == "i32" and not -_INT32 <= value < _INT32:
-        return False
-    return operand.minimum is None or value >= operand.minimum

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import attngen
 
+from ..call.function_checks import check_function
 from ..errors import AttngenError, SpecError
 
-ARGUMENTS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
 _NOT_THEIRS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (attngen.__file__, torch.__file__)
 )
@@ -45,7 +45,7 @@ def called(
     """Call `mapped`, which maps `mod`. Raises: SpecError that says what mod does wrong."""
     if torch.compiler.is_compiling():
         return mapped(*given)
-    _check_arity(name, mod)
+    check_function(name, mod)
     captured = [(tensor, tensor._version) for tensor in _captured(mod)]
     try:
         found = mapped(*given)
@@ -59,21 +59,6 @@ def called(
             "see different values. Return a new tensor instead."
         )
     return found
-
-
-def _check_arity(name: str, mod: Callable[..., Tensor]) -> None:
-    wanted = ARGUMENTS[name]
-    try:
-        signature = inspect.signature(mod)
-    except (TypeError, ValueError):  # of what is not written in Python
-        return
-    try:
-        signature.bind(*wanted)
-    except TypeError as error:
-        raise SpecError(
-            f"{name} is called as {name}({', '.join(wanted)}); got a function of {signature}. "
-            "Give it these arguments."
-        ) from error
 
 
 def _captured(mod: object) -> Iterator[Tensor]:

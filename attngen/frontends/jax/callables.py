@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...call.backend import check_backend
 from ...call.fragments import LEARNED, SLOTS
+from ...call.function_checks import check_function
 from ...call.table import AttentionCall, named
 from ...call.tensors import FP8
 from ...errors import SpecError
@@ -75,6 +76,8 @@ def without_functions(call: AttentionCall) -> tuple[AttentionCall, ScoreMod | No
     check_backend(call.backend)
     if call.block_mask is not None:
         raise SpecError("block_mask belongs to tensors of torch; pass its mask_mod")
+    for name in call.functions:
+        check_function(name, getattr(call, name))
     changed: dict[str, Any] = {}
     if call.mask_mod is not None:
         shown, others = _shown(call), cast("Array | None", call.attn_mask)

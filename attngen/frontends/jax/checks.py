@@ -13,16 +13,16 @@ from jax import Array
 
 from ...call import decode
 from ...call.checks import violations
-from ...call.fragments import KNOWN
 from ...call.length_checks import length_violations
 from ...call.numbers import Arguments
 from ...call.operands import extents_of, outputs_of, unpacked
 from ...call.position_checks import position_violations
 from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, ROWS, AttentionCall, names
-from ...call.tensors import TensorDesc
+from ...call.tensors import TensorDesc, named
 from ...errors import SpecError
+from ...io.text import quoted
 from ...spec import layouts
-from ...spec.masks import masks_of
+from .fragment_checks import fragment_violations
 
 SOFTMAXES = ("vanilla", "off_by_one", "learnable")
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
@@ -66,7 +66,9 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
             yield f"{name} needs a number; got {type(value).__name__}"
     for name in names("word"):
         if not isinstance(value := getattr(call, name), str):
-            yield f"{name} needs a word; got {value!r}"
+            given = named(as_given(value)) if is_array(value) else quoted(value)
+            advice = ". Pass booleans a pair as attn_mask." if name == "mask" else ""
+            yield f"{name} needs a word; got {given}{advice}"
     for name in call.functions:
         yield (
             f"{name} is a function, which this call does not take; name fragments, or pass "
@@ -103,7 +105,8 @@ def check_call(call: AttentionCall, state: Any) -> None:
     q, k, v = (None if x is None else as_given(x) for x in (call.q, call.k, call.v))
     layouts.check_operands(layout, q, k, v)
     decode.check_splits(call.num_splits)
-    reasons = [*_word_violations(call), *_number_violations(call, state)]
+    reasons = [*_word_violations(call), *fragment_violations(call, is_array)]
+    reasons += _number_violations(call, state)
     reasons += position_violations(call, layout.paged)
     if reasons := [*reasons, *_length_violations(call, layout)]:
         raise SpecError(reasons)
@@ -120,13 +123,6 @@ def _word_violations(call: AttentionCall) -> Iterator[str]:
         yield "bias_type='alibi' contradicts alibi_slopes=False. Leave one of them out."
     if call.bias is not None and (dtype := as_given(call.bias).dtype) not in FLOATS:
         yield f"bias needs floats; got {dtype}. Pass booleans as attn_mask."
-    for name in masks_of(call.mask).fragments:
-        if name not in KNOWN["mask"]:
-            yield f"mask={call.mask!r} is not a mask; fragments: {', '.join(KNOWN['mask'])}"
-    if isinstance(call.score_mod, str):
-        for name in filter(None, call.score_mod.split("+")):
-            if name not in KNOWN["score"]:
-                yield f"score_mod={name!r} is not a score; there are {', '.join(KNOWN['score'])}"
 
 
 def _number_violations(call: AttentionCall, state: Any) -> Iterator[str]:
