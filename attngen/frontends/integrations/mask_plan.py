@@ -245,7 +245,9 @@ def plan_of(request: Request) -> PlannedMask | None:
     if found.chunk is not None and request.kv_offset:
         return None  # chunks count from the first key
     placed = _placed(request, found)
-    return None if placed is None else PlannedMask(request, arguments | placed)
+    if placed is None or (found.chunk is not None and "positions" in placed):
+        return None  # chunks have no diagonal of their own place
+    return PlannedMask(request, arguments | placed)
 
 
 def _of_blocks(request: Request, found: Structure) -> PlannedMask | None:

@@ -73,6 +73,11 @@ DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
         (1, 4, 20, 17),
         None,
     ),
+    "chunks at a place of their own, keys that end early": (
+        every(chunks(4, NO_PADDING), CAUSAL),
+        (4, 12, 5, 0),
+        padded((0, 10), (0, 9)),
+    ),
     "a window that is not causal, at a tensor's place": (
         both_ways(3),
         (1, 12, torch.tensor(6), 0),
@@ -103,7 +108,7 @@ DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", [*DENSE, "while torch.compile traces"])
 def test_other_masks_stay_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, sizes, padding = DENSE.get(case, (CAUSAL, WHOLE, None))
