@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..fragments import features
+from ..io.text import quoted
 from ..spec.attention_spec import DTYPES_8BIT, DTYPES_16BIT, AttentionSpec
 from ..spec.attention_spec import dtype_name as spec_dtype
 from ..spec.resolve import find_violations
@@ -72,6 +73,9 @@ def violations(call: AppendCall) -> list[str]:
     """Why a call cannot be: every reason."""
     if call.layout not in LAYOUTS:
         return [f"layout {call.layout!r}; allowed: {', '.join(LAYOUTS)}"]
+    if others := [name for name, x in call.present.items() if not hasattr(x, "ndim")]:
+        given = call.present
+        return [f"{name} needs a tensor; got {quoted(given[name])}. Pass one." for name in others]
     ranks = {name: 4 for name in CACHES} | {name: len(call.layout) for name in TOKENS}
     found = [
         f"{name} has {ranks[name]} axes; got {named(x)}"

@@ -51,7 +51,7 @@ def merge_states(
 def _violations(
     outs: Sequence[Tensor], lses: Sequence[Tensor], fmt: Format, lse_axes: str
 ) -> list[str]:
-    if not outs or len(outs) != len(lses):
+    if len(outs) == 0 or len(outs) != len(lses):
         return [f"as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"]
     first, *_ = outs
     shapes = [tuple(x.shape) for x in (*outs, *lses)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import SpecError
 from ...spec.attention_spec import MAX_TRAINED_HEAD_DIM
-from ...spec.layouts import parse, shape_of, size
+from ...spec.layouts import Layout, check_operands, parse, shape_of, size
 from .masks import Masks
 from .variants import batch_of
 
@@ -110,8 +110,16 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: str, carriers: Carriers) -> Sizes:
-        """The sizes of a call's tensors; of packed tokens all are counted."""
-        parsed = parse(layout)
+        """The sizes of a call's tensors; of packed tokens all are counted. Raises: SpecError where
+        a tensor has another number of axes than its layout."""
+        try:
+            return cls._of(parse(layout), carriers)
+        except IndexError:
+            check_operands(parse(layout), *carriers)
+            raise
+
+    @classmethod
+    def _of(cls, parsed: Layout, carriers: Carriers) -> Sizes:
         q, k, v = carriers
         of_q, of_k = (shape_of(parsed, name, q, k) for name in ("q", "k"))
         q_axes, k_axes = parsed.formats

@@ -137,6 +137,7 @@ LENGTHS = integers(0, 0)
     [
         ({"layout": "tshd"}, "layout 'tshd'; allowed: bshd"),
         ({"k": NEW_ROWS[0]}, "k has 4 axes"),
+        ({"lengths": 3}, "lengths needs a tensor; got 3"),
         ({"layout": "thd", "k": NEW_ROWS[0], "v": NEW_ROWS[0]}, "thd' needs cu_seqlens"),
         ({"v": NEW_ROWS[:, :, :1]}, "k and v differ"),
         ({"q": NEW_ROWS[:1], "rotary_cos": ANGLES[0], "rotary_sin": ANGLES[1]}, "q differs from k"),

@@ -112,3 +112,11 @@ def test_parts_that_do_not_fit_are_refused(outs, lses, layout, reason):
         attngen.merge_states(
             [torch.zeros(x) for x in outs], [torch.zeros(x) for x in lses], layout=layout
         )
+
+
+def test_parts_may_be_those_of_stacked_tensors():
+    outs, lses = torch.randn(3, 2, 7, 4, 8), torch.randn(3, 2, 4, 7)
+    apart = attngen.merge_states([*outs], [*lses])
+    assert all(map(torch.equal, attngen.merge_states(outs, lses), apart))
+    with pytest.raises(SpecError, match="outs in bshd have 4 axes"):
+        attngen.merge_states(outs[0], lses[0])

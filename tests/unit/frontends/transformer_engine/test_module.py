@@ -246,6 +246,12 @@ def test_output_of_kernels_without_a_backward_refuses_its_gradient() -> None:
         out.sum().backward()
 
 
+def test_operands_of_other_axes_are_refused_by_their_shapes() -> None:
+    x = torch.zeros(5, 1, 16)  # heads and columns in one
+    with pytest.raises(SpecError, match=r"needs q of shape \[s, b, h, d\]; got \[5, 1, 16\]"):
+        te.DotProductAttention(2, 8)(x, x, x)
+
+
 def test_calls_of_one_form_share_a_plan_whoever_names_their_arguments() -> None:
     module = te.DotProductAttention(2, 8, qkv_format="thd")
     with mock.patch.object(module, "_plan_of", wraps=module._plan_of) as planned:
@@ -256,6 +262,12 @@ def test_calls_of_one_form_share_a_plan_whoever_names_their_arguments() -> None:
         assert planned.call_count == 1
         for ends in (torch.tensor([0, 6]).int(), torch.tensor([0, 1, 4, 6]).int()):
             most = int(ends.diff().amax())
-            module(*(torch.randn(6, 2, 8) for _ in "qkv"), attn_mask_type="padding_causal",
-                   cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most, max_seqlen_kv=most)
+            module(
+                *(torch.randn(6, 2, 8) for _ in "qkv"),
+                attn_mask_type="padding_causal",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=most,
+                max_seqlen_kv=most,
+            )
     assert planned.call_count == 1
