@@ -12,8 +12,8 @@ from ...spec.layouts import Format, parse, size
 
 
 def merge_states(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
     *,
     layout: str = "bshd",
     out_dtype: torch.dtype | None = None,
@@ -22,7 +22,7 @@ def merge_states(
     a context-parallel group, or of a prefix that sequences share.
 
     outs: what `attention` returned for each part, in `layout`, [b, s_q, h_q, d_v] by default;
-    lses: their `aux.lse`, [b, h_q, s_q], of packed tokens [h_q, t]. With
+    lses: their `aux.lse`, [b, h_q, s_q], of packed tokens [h_q, t]; parts may be stacked. With
     `out_dtype=torch.float32` parts are rounded once, in the end. A sink belongs to one part alone.
     The output has the dtype of the first, or out_dtype; a row that sees no key in any part is 0,
     with an LSE of −∞. Differentiable as the parts are; PyTorch's own operations, on any device.
@@ -49,7 +49,10 @@ def merge_states(
 
 
 def _violations(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], fmt: Format, lse_axes: str
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    fmt: Format,
+    lse_axes: str,
 ) -> list[str]:
     if len(outs) == 0 or len(outs) != len(lses):
         return [f"as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"]
