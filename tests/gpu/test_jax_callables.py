@@ -78,6 +78,28 @@ def test_gradients_of_captured_arrays_are_the_definitions() -> None:
         assert np.abs(one - other).max() <= 0.03 * np.abs(other).max(), name
 
 
+@pytest.mark.parametrize("beside_q", [True, False])
+def test_numbers_of_queries_are_learned_of_their_gradients(beside_q: bool) -> None:
+    """Whether or not these are wanted, too; some are 0."""
+    from attngen.jax import attention
+
+    given = carriers(2, H, 2, 130, 150, 128)
+    heat = jnp.maximum(random(2, H, 130, dtype="float32"), 0)
+
+    def results(backend: str) -> Any:
+        def loss(heat: Any, q: Any) -> Any:
+            words = {"mask": "causal", "score_mod": lambda s, b, h, i, j: s * heat[b, h, i]}
+            out = attention(**{**given, "q": q}, **words, backend=backend)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        wanted = (0, 1) if beside_q else 0
+        return jax.tree.leaves(jax.jit(jax.grad(loss, wanted))(heat, given["q"]))
+
+    for found, wanted in zip(results("cuda"), results("reference"), strict=True):
+        one, other = (np.asarray(x.astype("float32")) for x in (found, wanted))
+        assert np.abs(one - other).max() <= 0.03 * np.abs(other).max()
+
+
 def test_mask_of_positions_is_booleans_of_kernels() -> None:
     from attngen.jax import attention
 
