@@ -192,7 +192,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_why_before_anything_is_written(case: str) -> None:
     door, given, reason = REFUSED[case]
