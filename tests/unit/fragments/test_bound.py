@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from attngen.call import kernel_choice
 from attngen.fragments import features
 from tests.support import launch_kit
 from tests.support.caches import FORWARD, forget
+from tests.support.own_fragments import kept
 from tests.support.paths import ROOT
 
 B, S, H, D = 2, 128, 4, 64
@@ -74,7 +75,7 @@ CALLS: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """The fragments of the problems whose kernels calls ask for."""
     found: set[tuple[str, str]] = set()
 
@@ -87,7 +88,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         monkeypatch.setattr(name, stand_in)
     forget(monkeypatch, *FORWARD)
     monkeypatch.setattr(kernel_choice, "_kernels", {})
-    return found
+    with kept():
+        yield found
 
 
 def test_every_fragment_of_the_templates_has_a_call() -> None:
