@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..fragments.program import MASK_PREFIX
 from ..runtime.run_time import Extent
 from ..spec.masks import masks_of
 from ..spec.resolve import BIASES
@@ -192,6 +193,9 @@ def _mask_violations(
     if made_mask.is_made(attn_mask):
         sizes = sequences, extents["q"].heads, extents["q"].seq, keys_of(extents, optional)
         yield from made_mask.violations(attn_mask, *sizes, backward=backward)
+        words = masks_of(arguments.mask).fragments
+        if made_mask.is_asked(attn_mask) != any(x.startswith(MASK_PREFIX) for x in words):
+            yield f"mask={arguments.mask!r} is of another attn_mask that attngen made"
     elif found := _misfit(attn_mask, "bool", sequences, extents, arguments.layout):
         yield f"attn_mask {found}"
 

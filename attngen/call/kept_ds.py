@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import SpecError
-from ..io.text import printable
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent
+from .room import bytes_named
 
 # Of all heads of a launch. Further heads have launches of their own; of heads with more dS dQ has a
 # kernel that makes these anew.
@@ -52,12 +50,7 @@ NOTHING = KeptGradients(0, 0, ())
 
 def most_bytes() -> int:
     """The bytes that dS may take. Raises: SpecError where the environment names no number."""
-    if not (named := os.environ.get(VARIABLE)):
-        return MOST_BYTES
-    if not (named.isascii() and named.isdigit() and len(named) < 10):
-        said = named if len(named) <= 80 else f"{named[:80]}…"
-        raise SpecError(f"{VARIABLE}={printable(said)}: expected whole megabytes, as 1280")
-    return int(named) << 20
+    return bytes_named(VARIABLE, MOST_BYTES)
 
 
 def reads_ds(each: LoadedKernel) -> bool:

@@ -3,10 +3,14 @@
 One int32 tensor [b or 1, h or 1, words] holds a plane each of what operations read as `attn_mask`:
 maps of granules, a row for each granule of queries and for each of keys, then bits, a row a query
 and a row a key. What tiles of keys alone read, for gradients, may be left out.
+
+A mask whose program kernels of attention ask, [b or 1, h or 1, 1, words], has no bits: maps of all
+planes, then in one place what the program reads, its numbers and captured tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +20,8 @@ from .tensors import Described, dtype_name, is_contiguous
 GRANULE = 64  # positions that share a bit of a map, as block_map.cuh has it
 SPARE_GRANULES = 4  # rows of a map behind the last that a tile may reach
 _ALIGNED = 4  # words of 16 bytes
+_ASKED_AXES = 4  # of a mask that a program stands in for bits of
+BITS = ("mask_rows", "mask_columns")  # parameters that lead to them, or to what stands for them
 _SECTOR = 8  # words that memory moves at a time
 
 
@@ -74,6 +80,17 @@ def _map_words(granules: int) -> int:
     return 2 * -(-granules // (_ALIGNED * WORD)) * _ALIGNED
 
 
+def asked_parts_of(s_q: int, s_kv: int) -> Parts:
+    """The parts of a plane whose bits kernels ask a program for: maps alone."""
+    whole = parts_of(s_q, s_kv, columns=True)
+    return whole._replace(rows=0, columns=0)
+
+
+def is_asked(mask: Described) -> bool:
+    """Whether a mask that was made before has a program in place of bits."""
+    return is_made(mask) and len(mask.shape) == _ASKED_AXES
+
+
 def is_made(mask: Described) -> bool:
     """Whether a mask was made before, and has bits instead of booleans."""
     return dtype_name(mask) == "int32"
@@ -87,6 +104,11 @@ def violations(
     planes = [(1, b), (1, h), (whole, short)]
     shape = tuple(mask.shape)
     fits = len(shape) == 3 and all(x in sizes for x, sizes in zip(shape, planes, strict=True))
+    if is_asked(mask):
+        *axes, words = shape
+        sides = zip(axes, ((1, b), (1, h), (1,)), strict=True)
+        room = words > asked_parts_of(s_q, s_kv).map_words
+        fits = room and all(x in sizes for x, sizes in sides)
     if not (fits and is_contiguous(mask)):
         yield (
             "attn_mask of int32 is one that attngen made of a mask_mod, contiguous "
@@ -96,6 +118,8 @@ def violations(
 
 def parts_in(mask: Described, s_q: int, s_kv: int) -> Parts:
     """The parts of a checked mask's planes."""
+    if is_asked(mask):
+        return asked_parts_of(s_q, s_kv)
     whole = parts_of(s_q, s_kv, columns=True)
     return whole if mask.shape[-1] == whole.words else parts_of(s_q, s_kv, columns=False)
 
@@ -103,7 +127,7 @@ def parts_in(mask: Described, s_q: int, s_kv: int) -> Parts:
 def numbers_of(mask: Described, s_q: int, s_kv: int) -> dict[str, int]:
     """Numbers that kernels know of one: planes and sizes, `attn_mask_*`, and for each of its parts
     the strides, in words, 0 over a single plane."""
-    batches, heads, words = mask.shape
+    batches, heads, *_ = mask.shape
     parts = parts_in(mask, s_q, s_kv)
     rows = {
         "mask_row_map": parts.row_map_stride,
@@ -118,8 +142,8 @@ def numbers_of(mask: Described, s_q: int, s_kv: int) -> dict[str, int]:
         "attn_mask_keys": s_kv,
     }
     for name, stride in rows.items():
-        numbers[f"{name}_stride_batch"] = heads * words if batches > 1 else 0
-        numbers[f"{name}_stride_head"] = words if heads > 1 else 0
+        numbers[f"{name}_stride_batch"] = heads * parts.words if batches > 1 else 0
+        numbers[f"{name}_stride_head"] = parts.words if heads > 1 else 0
         numbers[f"{name}_stride_row"] = stride
     return numbers
 
@@ -129,5 +153,10 @@ def sources_of(mask: Described | None, s_q: int, s_kv: int) -> tuple[tuple[str, 
     booleans."""
     if mask is None or not is_made(mask):
         return ()
-    starts = parts_in(mask, s_q, s_kv).starts
+    parts = parts_in(mask, s_q, s_kv)
+    starts = parts.starts
+    if is_asked(mask):
+        state = math.prod(mask.shape[:2]) * parts.words
+        starts = {"mask_row_map": 0, "mask_column_map": parts.row_map}
+        starts |= dict.fromkeys((*BITS, "mask_state"), state)
     return tuple((name, "attn_mask", 4 * words) for name, words in starts.items())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from .header import Fragment
 from .lowering import helpers_of, members_of, name_of_struct, operands_of
 from .mask_bounds import bounds_struct_of
-from .names import Names
+from .names import CAPTURED, Names
 from .program import Operation, Program
 
 # Operations of floats whose last bit counts; a kernel of masks has the time for IEEE's division.
@@ -50,19 +51,46 @@ def mask_fragment_of(program: Program) -> Fragment:
     )
 
 
-def mask_struct_of(program: Program, struct: str) -> str:
-    """The C++ of a mask's program: a struct of that name, with `sees` and `bound`."""
+@cache
+def asked_fragment_of(program: Program) -> Fragment:
+    """The fragment of a mask's program in kernels of attention that ask it: what it reads lies in
+    memory, as the kernel before them has left it, and is no operand."""
+    whole = mask_fragment_of(program)
+    struct = mask_struct_of(program, whole.struct, bounds=False)
+    return replace(whole, operands=(), text=f"<% macro emit() %>\n{struct}\n<% endmacro %>\n")
+
+
+def captured_members(program: Program) -> tuple[str, ...]:
+    """Members of a mask's struct that say where captured tensors lie."""
+    return tuple(f"{CAPTURED}{place}" for place in range(len(program.captures)))
+
+
+def state_bytes(program: Program) -> int:
+    """Bytes that have room for a mask's struct, a multiple of those of a copy."""
+    captures = sum(_POINTER_BYTES + rank * _AXIS_BYTES for _, rank, _ in program.captures)
+    whole = captures + _NUMBER_BYTES * len(program.numbers)
+    return -(-max(whole, 1) // STATE_STEP) * STATE_STEP
+
+
+STATE_STEP = 16
+_POINTER_BYTES, _NUMBER_BYTES = 8, 8
+_AXIS_BYTES = 16  # a stride and a size
+
+
+def mask_struct_of(program: Program, struct: str, *, bounds: bool = True) -> str:
+    """The C++ of a mask's program: a struct of that name, with `sees` and, where it is wanted,
+    `bound`."""
     names = _RoundedNames(program)
     lines = names.lines(program.value)
     body = "\n    ".join([*lines, f"return {names.of(program.value)};"])
     members = "".join(f"  {each}\n" for each in members_of(program))
-    bounds = bounds_struct_of(program, names)
-    helpers = "".join(f"  {each}\n" for each in helpers_of("\n".join((*lines, bounds))))
+    ends = bounds_struct_of(program, names) if bounds else ""
+    helpers = "".join(f"  {each}\n" for each in helpers_of("\n".join((*lines, ends))))
     return f"""struct {struct} {{
 {members}{helpers}
   // Whether query `at.i` sees key `at.j`.
   template <class At>
   ATTNGEN_HD bool sees(const Context& ctx, At at) const {{
     {body}
-  }}{bounds}
+  }}{ends}
 }};"""

@@ -61,8 +61,11 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
     return tuple(fields), _padded(offset, widest)
 
 
-def mask_names(name: str) -> list[tuple[str, str]]:
-    """Names and types of the parameters that say where a packed mask lies."""
+def mask_names(name: str, *, asked: bool = False) -> list[tuple[str, str]]:
+    """Names and types of the parameters that say where a packed mask lies. asked: whether kernels
+    ask its program, so that a pointer to what this reads stands for its bits."""
+    if asked and name in ("mask_rows", "mask_columns"):
+        return [(name, "ptr")]
     strides = [(f"{name}_stride_{axis}", "i64") for axis in ("batch", "head", "row")]
     return [(name, "ptr"), *strides]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..fragments.features import Features, Fragment, register_programs
+from ..fragments.features import Features, Fragment, program_named, register_programs
 from ..fragments.header import CAPTURED, PREFIX
+from ..fragments.mask_lowering import asked_fragment_of
+from ..fragments.program import MASK_PREFIX
 from ..spec.problem import TOKEN_SCALES, Problem
 
 
@@ -75,8 +77,16 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[FragmentUse]
         start = PREFIX if fragment.called else prefix
         return FragmentUse(fragment, tuple(start + operand.name for operand in fragment.operands))
 
+    def asked(name: str) -> FragmentUse:
+        use("mask", name)  # which makes it known
+        program = program_named(name)
+        assert program is not None
+        return FragmentUse(asked_fragment_of(program), ())
+
+    traced = [name for name in problem.masks if name.startswith(MASK_PREFIX) and problem.asks_mask]
     return {
-        "mask": [use("mask", name) for name in problem.masks],
+        "mask": [use("mask", name) for name in problem.masks if name not in traced],
+        "asked": [asked(name) for name in traced],
         "score": [use("score", name) for name in problem.scores],
         "softmax": [use("softmax", problem.softmax)],
         "q_seq": [use("sequence", problem.q_seq, "q_")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from ..fragments.features import Features, Fragment
@@ -46,7 +47,9 @@ def called_fragments(spec: AttentionSpec, features: Features) -> tuple[Fragment,
     for axis, name in named:
         fragment = features[axis].get(name)
         if fragment is not None and fragment.called:
-            found.append(fragment)
+            # What kernels of attention ask lies in memory, and no call passes it.
+            is_asked = axis == "mask" and fragment.traced and spec.directions != ("mask",)
+            found.append(replace(fragment, operands=()) if is_asked else fragment)
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..fragments.program import learns
+from ..fragments.program import MASK_PREFIX, learns
 
 Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast", "mask"]
 LISTED = "listed"  # the iteration of kernels that visit the blocks that a mask made before shows
@@ -101,6 +101,13 @@ class Problem:
     def made(self) -> bool:
         """Whether the bits of its `attn_mask`, and which blocks these show, were made before."""
         return self.kv_iter in (LISTED, BITS)
+
+    @property
+    def asks_mask(self) -> bool:
+        """Whether kernels ask the program of a mask made before where its map shows a part of a
+        block, and there are no bits."""
+        traced = any(name.startswith(MASK_PREFIX) for name in self.masks)
+        return traced and self.direction != "mask"
 
     @property
     def packs_mask(self) -> bool:

@@ -162,6 +162,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     if found:
         spec = dataclasses.replace(spec, layout=found[0].nearest)
     is_made, found = isinstance(spec.mask_mod, str), found + check_made(spec, features)
+    found += check_traced_mask(spec)
     spec = as_booleans(spec) if is_made else spec
     found += [
         *_check_operands(spec),
@@ -377,4 +378,4 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     for switch in SWITCHES:
         if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
-    return found + check_traced_mask(spec)
+    return found

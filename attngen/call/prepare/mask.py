@@ -57,9 +57,9 @@ def prepare_mask(
     """The launch that makes a mask.
 
     numbers, captures: what the program reads; made: the mask, of `made_mask.parts_of` these
-    sizes, queries and keys; blocks: what lists say of blocks, if there are any; shown: bool, a
-    broadcast of [b, h, queries, keys], what else says which pairs take part. Raises: SpecError,
-    CompileError, LaunchError.
+    sizes, queries and keys, or `made_mask.asked_parts_of` them; blocks: what lists say of blocks,
+    if there are any; shown: bool, a broadcast of [b, h, queries, keys], what else says which pairs
+    take part. Raises: SpecError, CompileError, LaunchError.
     """
     (kernel,) = kernel_choice.kernels_of(spec_of_mask(program.name), device, Choice())
     given: dict[str, int | float] = {**made_mask.numbers_of(made, *sizes)}
@@ -74,6 +74,12 @@ def prepare_mask(
     scalars = Scalars(1.0, numbers=given, sequences=1)
     launched = prepare(kernel, dict.fromkeys("qkv", _NOTHING), scalars)
     sources = made_mask.sources_of(made, *sizes)
+    if made_mask.is_asked(made):  # which has no bits to write
+        sources = tuple(
+            (field, tensor, start)
+            for field, tensor, start in sources
+            if field not in made_mask.BITS
+        )
     names = (OPERAND, *(f"{PREFIX}{CAPTURED}{place}" for place in range(len(captures))))
     names += ("mask_blocks",) if blocks else ()
     names += ("mask_shown",) if shown is not None else ()

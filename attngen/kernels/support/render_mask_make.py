@@ -28,7 +28,7 @@ def render(problem: Problem, plan: MakePlan, features: Features, root: Path) -> 
     """
     (use,) = uses_of(problem, features)["mask"]
     names = [each for name in MADE for each in mask_names(name)]
-    names += mask_names("mask_blocks")
+    names += mask_names("mask_blocks") + typed("ptr", "mask_state")
     names += typed("ptr", "mask_shown") + typed("i64", *(f"mask_shown_stride_{x}" for x in AXES))
     names += typed("i32", *(f"attn_mask_{part}" for part in PARTS), *BLOCKS)
     names += use.parameters

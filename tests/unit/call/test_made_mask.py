@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.call.made_mask import numbers_of, parts_of, sources_of, violations
+from attngen.call.made_mask import (
+    asked_parts_of,
+    is_asked,
+    numbers_of,
+    parts_of,
+    sources_of,
+    violations,
+)
 from attngen.call.tensors import TensorDesc
 
 
@@ -45,3 +52,26 @@ def test_masks_of_other_calls_and_of_no_gradients_are_refused() -> None:
     for shape in ((3, 1, whole), (1, 2, whole), (1, 1, whole + 4), (4, whole)):
         assert "attn_mask of int32 is one that attngen made" in reasons(shape)[0]
     assert reasons((1, 1, short), backward=True)
+
+
+@pytest.mark.parametrize("planes", [(1, 1), (2, 4), (1, 4)])
+def test_what_a_program_reads_lies_behind_the_maps_of_all_planes(planes) -> None:
+    batches, heads = planes
+    parts = asked_parts_of(70, 90)
+    count = batches * heads
+    made = TensorDesc.contiguous((*planes, 1, parts.words + 3), "int32")
+    assert is_asked(made) and not [*violations(made, 2, 4, 70, 90, backward=True)]
+    places = dict((name, place) for name, _, place in sources_of(made, 70, 90))
+    state = 4 * count * parts.words
+    assert places["mask_rows"] == places["mask_columns"] == places["mask_state"] == state
+    assert places["mask_column_map"] == 4 * parts.row_map > places["mask_row_map"] == 0
+    numbers = numbers_of(made, 70, 90)
+    assert numbers["mask_row_map_stride_head"] == (parts.words if heads > 1 else 0)
+    assert numbers["mask_column_map_stride_batch"] == (heads * parts.words if batches > 1 else 0)
+    without_state = TensorDesc.contiguous((*planes, 1, parts.words), "int32")
+    assert [*violations(without_state, 2, 4, 70, 90, backward=False)]
+
+
+def test_memory_of_maps_is_a_small_part_of_that_of_bits() -> None:
+    s = 1 << 17
+    assert asked_parts_of(s, s).words * 500 < parts_of(s, s, columns=True).words

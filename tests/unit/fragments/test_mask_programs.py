@@ -197,3 +197,29 @@ def test_masks_have_a_problem_of_their_own_which_traces_name(found) -> None:
         resolve(AttentionSpec(128, mask=program.name), known)
     with pytest.raises(SpecError, match="directions 'mask' is for the mask of a callable"):
         resolve(AttentionSpec(128, mask="causal", directions=("mask",)), known)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_90"])
+@kept()
+def test_kernels_that_ask_a_mask_name_its_program(found, arch) -> None:
+    program = found["documents"].program
+    known = features.scan()
+    name = register_program(program).name
+    spec = AttentionSpec(128, mask=f"causal+{name}", mask_mod=LISTED, directions=("fwd", "bwd"))
+    for problem in resolve(spec, known):
+        assert problem.asks_mask and program.text in problem.fragment_digests
+        assert find_faults(problem, arch, known) == []
+        for plan in plans(problem, arch):
+            source = render_problem(problem, plan)
+            assert not mistakes_of(
+                replace(make_binary(), problem=problem, kernel=source.kernel, arch=arch)
+            )
+            asks = "ask_mask<kN>" in source.text and "asked_mask.cuh" in source.text
+            names = {each.name for each in source.kernel.fields}
+            assert asks == bool(names & {"mask_rows", "mask_columns"})
+            assert not any(each.startswith("arg_") for each in names), (
+                "no call passes what it reads"
+            )
+    for beside in ({"bias": "post_scale"}, {"mask_mod": False}, {"dtype": "e4m3"}):
+        with pytest.raises(SpecError, match="is of a callable"):
+            resolve(replace(spec, **beside), known)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from attngen.kernels.mask_view import PairMaskView
 from attngen.kernels.support.around import CONVERT, PREPARE, ROW_SUMS
 from attngen.kernels.wgmma.backward.plan import (
     MAIN,
@@ -282,12 +283,12 @@ def test_bias_gradient_stage_is_full_when_both_copies_have_been_announced() -> N
 
 
 def test_mask_bits_lie_along_the_rows_of_a_kernels_products() -> None:
-    assert view_in(MASKED, MAIN).mask_tensor == "mask_columns"
+    assert view_in(MASKED, MAIN).pair_mask == PairMaskView("mask_columns", None)
     large = replace(LARGE, attn_mask=True)
-    tensors = [view_in(large, family).mask_tensor for family in (OF_KEYS, OF_QUERIES)]
+    tensors = [view_in(large, family).pair_mask.tensor for family in (OF_KEYS, OF_QUERIES)]
     assert tensors == ["mask_columns", "mask_rows"]
-    assert view_in(replace(BIAS, attn_mask=True), OF_BIAS).mask_tensor == "mask_rows"
-    assert view_in(DENSE, MAIN).mask_tensor == ""
+    assert view_in(replace(BIAS, attn_mask=True), OF_BIAS).pair_mask.tensor == "mask_rows"
+    assert view_in(DENSE, MAIN).pair_mask is None
 
 
 @pytest.mark.parametrize(

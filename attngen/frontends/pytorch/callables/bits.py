@@ -14,6 +14,7 @@ from torch import Tensor
 from ....call.cache import CallCache
 from ....call.made_mask import parts_of
 from ....call.prepare.mask import ListedBlocks, PreparedMask, prepare_mask
+from ....call.room import bytes_named
 from ....call.tensors import TensorDesc
 from ....errors import SpecError
 from ....fragments.features import register_program
@@ -22,9 +23,11 @@ from ....reference.masks import listed_blocks
 from ..descriptions import described, device_of
 from ..operation import current, format_of, is_current, start
 from ..torch_private import guard
+from .asked import AskedMaker, asked_maker_of
 from .mask import MOST_BYTES, Sizes, places_of
 from .program import Traced
 
+VARIABLE = "ATTNGEN_MASK_MEGABYTES"  # says another limit of bits
 _EMPTY, _PARTIAL, _FULL = range(3)  # states of blocks
 
 
@@ -122,20 +125,25 @@ def maker_of(
     columns: bool,
     listed: Listed | None = None,
     shown: Tensor | None = None,
-) -> Maker:
+    may_ask: bool = False,
+) -> Maker | AskedMaker:
     """The making of a mask_mod's masks.
 
     columns: with what gradients need; listed: blocks of which it says what takes part, if not all;
-    shown: booleans beside it, a broadcast of [b, h, s_q, s_kv].
+    shown: booleans beside it, a broadcast of [b, h, s_q, s_kv]; may_ask: whether kernels may ask
+    its program where bits are too large.
     Raises: SpecError where it is too large; CompileError, LaunchError.
     """
     states = listed.states if listed else None
     planes = planes_of(traced.program, sizes, (states, shown))
     parts = parts_of(sizes.i, sizes.j, columns=columns)
-    if 4 * math.prod(planes) * parts.words > MOST_BYTES:
+    if 4 * math.prod(planes) * parts.words > (most := bytes_named(VARIABLE, MOST_BYTES)):
+        if may_ask and states is None and shown is None:
+            register_program(traced.program)
+            return asked_maker_of(traced, sizes, device, planes, most)
         raise SpecError(
             f"mask_mod over {sizes.i} x {sizes.j} pairs of {math.prod(planes)} planes takes more "
-            f"than {MOST_BYTES >> 30} GiB of bits. Name a mask, or pass a window."
+            f"than {most >> 20} MiB of bits. Name a mask, or pass a window."
         )
     shape, program, places = (*planes, parts.words), traced.program, (sizes.i, sizes.j)
     block = (listed.queries, listed.keys) if listed else None

@@ -160,7 +160,9 @@ def _made_again(
         made = callable_listed.made_again(listed, masks, known.traced, read, device, beside)
     except (SpecError, CompileError):
         return None
-    replaced = {"mask_mod": None, "attn_mask": made}
+    given = arguments.get("mask", "none")
+    own = callable_listed.stands_for(made, known.traced.program, given)
+    replaced = {"mask_mod": None, **own}
     _keep_mask(arguments.get("schedule"), made)
     # A schedule orders sequences of lengths that vary; of others it keeps masks alone.
     return replaced if listed.orders else {**replaced, "schedule": None}
@@ -245,7 +247,8 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     sizes, serve = Sizes.of(call, reference.check(call)), callable_listed.lists_serve(call)
     if traced is not None and call.block_mask is None and serve:
         _note(traced)
-        return {**replaced, "attn_mask": callable_listed.made_for(call, masks, traced, sizes)}
+        made = callable_listed.made_for(call, masks, traced, sizes)
+        return {**replaced, **callable_listed.stands_for(made, traced.program, call.mask)}
     found = [] if call.attn_mask is None else [call.attn_mask]
     if traced is not None:
         found.append(masks.of(shown_by, traced, sizes, device))

@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.made_mask import is_asked
 from ....call.routing import spec_of_call
 from ....call.served import unserved
 from ....call.table import ROWS, AttentionCall, given_by, named
 from ....fragments import features
+from ....fragments.program import Program
 from ....spec import layouts
+from ....spec.attention_spec import AttentionSpec
+from ....spec.masks import joined
 from ....spec.problem import LISTED
 from ....spec.resolve import find_violations
 from .. import descriptions
 from ..operation import format_of
+from .asked import AskedMaker
 from .bits import Listed, Maker, maker_of
 from .compiled import is_traced_call
 from .mask import Masks, Sizes
@@ -35,13 +40,15 @@ Facts = frozenset[tuple[Any, ...]]
 @dataclass(frozen=True, eq=False)
 class Known:
     """A served call, for those of equal facts: its sizes, and whether gradients need the mask, too,
-    where these are on; orders: whether its lengths vary; makers: of its masks, by functions and
+    where these are on; orders: whether its lengths vary; may_ask: whether its kernels may ask a
+    mask's program; makers: of its masks, by functions and
     formats of what these capture."""
 
     sizes: Sizes
     learns: bool
     orders: bool
-    makers: dict[Any, Maker] = field(default_factory=dict)
+    may_ask: bool
+    makers: dict[Any, Maker | AskedMaker] = field(default_factory=dict)
 
 
 _known: dict[Facts, Known] = {}
@@ -53,10 +60,28 @@ def lists_serve(call: AttentionCall) -> bool:
     arch, layout = descriptions.device_arch(call.q.device), layouts.parse(call.layout)
     if arch is None or (call.attn_mask is not None and layout.masks_end_anywhere):
         return False
-    beside = replace(call, attn_mask=None, mask_mod=None, block_mask=None, score_mod=None)
-    spec = spec_of_call(beside)
-    spec = replace(spec, mask_mod=LISTED, decode=False)
+    spec = _spec_of(call)
     return not (find_violations(spec, features.scan()) or unserved(spec, arch))
+
+
+def _spec_of(call: AttentionCall) -> AttentionSpec:
+    """The spec of a call whose mask was made before, but for its scores of functions."""
+    beside = replace(call, attn_mask=None, mask_mod=None, block_mask=None, score_mod=None)
+    return replace(spec_of_call(beside), mask_mod=LISTED, decode=False)
+
+
+def _may_ask(call: AttentionCall, mask_mod: Program) -> bool:
+    """Whether kernels of a call that lists serve may ask the program of its mask."""
+    features.register_program(mask_mod)
+    spec = replace(_spec_of(call), mask=joined([call.mask, mask_mod.name]))
+    return not find_violations(spec, features.scan())
+
+
+def stands_for(mask: Tensor, mask_mod: Program, given: str) -> dict[str, Any]:
+    """The arguments of a call with a mask made of a mask_mod. given: its mask by name."""
+    if not is_asked(mask):
+        return {"attn_mask": mask}
+    return {"attn_mask": mask, "mask": joined([given, mask_mod.name])}
 
 
 def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
@@ -65,7 +90,7 @@ def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) ->
         return traced_mask(traced, sizes, call.q, _learns_now(call), shown=call.attn_mask)
     facts, given = facts_of(given_by(call)), named(call)
     orders = any([given[each] is not None for each in _LENGTHS])
-    known = Known(sizes, _may_learn(call), orders)
+    known = Known(sizes, _may_learn(call), orders, _may_ask(call, traced.program))
     if facts is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -137,7 +162,8 @@ def made_again(
         maker = known.makers.get(own)
         if maker is None:
             whole = replace(traced, captures=tuple(captures))
-            maker = maker_of(whole, known.sizes, device, columns=columns, shown=shown)
+            asks = known.may_ask
+            maker = maker_of(whole, known.sizes, device, columns=columns, shown=shown, may_ask=asks)
             if len(known.makers) >= _MOST_MAKERS:
                 known.makers.clear()
             known.makers[own] = maker

@@ -25,7 +25,7 @@ from .choices import dq_columns
 from .plan import ROW_BLOCK, Plan
 from .view import backward_view
 
-ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
+ROLES = ("mask", "asked", "score", "q_seq", "kv_seq", "kv_iter")
 OPERANDS = ("q", "k", "v", "d_o")
 COUNTS = (
     *("kv_blocks", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
@@ -79,7 +79,7 @@ def _names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
     for tensor in tensors:
         names += strides_of(tensor)
     names += column_names(problem)
-    names += mask_names("mask_columns") if problem.attn_mask else []
+    names += mask_names("mask_columns", asked=problem.asks_mask) if problem.attn_mask else []
     for name in block_maps(problem):
         names += mask_names(name)
     names += [*typed("i32", *COUNTS), *diagonal_names(problem)]

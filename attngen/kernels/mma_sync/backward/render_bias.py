@@ -62,7 +62,7 @@ def _names(problem: Problem) -> Names:
     for tensor in OPERANDS:
         names += strides_of(tensor)
     names += column_names(problem)
-    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_rows", asked=problem.asks_mask) if problem.attn_mask else []
     sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
     places = ("sequences", "heads_q", "q_blocks", "group_size")
     names += [*typed("i32", *sizes, *places), *diagonal_names(problem)]

@@ -62,7 +62,7 @@ def _names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
     for tensor in OPERANDS:
         names += strides_of(tensor)
     names += column_names(problem)
-    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_rows", asked=problem.asks_mask) if problem.attn_mask else []
     places = ("sequences", "heads_q", "q_blocks", "group_size")
     names += [*typed("i32", *places), *diagonal_names(problem)]
     names += typed("f32", "scale", "scale_log2")

@@ -8,6 +8,7 @@ from pathlib import Path
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...base import SmemRegion
+from ...mask_view import PairMaskView, pair_mask_view
 from ...plan import template_of
 from ...support.view_parts import (
     Alias,
@@ -98,8 +99,8 @@ class MmaBackwardView:
     Formats: head_dim_qk, head_dim_v: columns. element: the struct of operands' elements.
 
     Fragments: masks, scores, queries, keys: as the templates around a backward take them. kv_alias:
-    the fragment that says which blocks of keys rows see. mask_tensor: the parameter that has a
-    mask's bits, empty where there is none; listed: whether the mask was made before, with its
+    the fragment that says which blocks of keys rows see. pair_mask: where it finds an
+    arbitrary mask, if there is one; listed: whether the mask was made before, with its
     blocks. dropout: whether weights are dropped. varlen: whether
     lengths are told on the device.
 
@@ -135,7 +136,7 @@ class MmaBackwardView:
     queries: SequenceView
     keys: SequenceView
     kv_alias: Alias
-    mask_tensor: str
+    pair_mask: PairMaskView | None
     listed: bool
     dropout: bool
     varlen: bool
@@ -181,7 +182,7 @@ def backward_view(
         queries=queries,
         keys=keys,
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
-        mask_tensor="mask_columns" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses, of_keys=True),
         listed=problem.listed,
         dropout=problem.dropout,
         varlen=problem.varlen,
@@ -242,6 +243,7 @@ def headers_of(problem: Problem) -> str:
         ("copy/cta_rows.cuh", not problem.gather),
         ("dropout_draw.cuh", problem.dropout),
         ("mask_bits.cuh", problem.attn_mask),
+        ("asked_mask.cuh", problem.asks_mask),
         ("mma/atoms.cuh", True),
         ("mma/fragment.cuh", True),
         ("mma/score_tile.cuh", problem.bias),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...mask_view import PairMaskView, pair_mask_view
 from ...plan import template_of
 from ...support.view_parts import (
     Alias,
@@ -31,8 +32,8 @@ class RowsView:
 
     kernel, headers, structs, threads, smem, row_block, head_dim_qk, head_dim_v, element, masks,
     scores, queries, keys, kv_alias, dropout, operands: as `MmaBackwardView` has them. warps: of a
-    CTA, 16 queries each; tile_n: keys a tile. mask_tensor: the parameter that has a mask's bits,
-    empty where there is none. factor: what gradients of scores are multiplied by.
+    CTA, 16 queries each; tile_n: keys a tile. pair_mask: where it finds an arbitrary mask,
+    if there is one. factor: what gradients of scores are multiplied by.
     """
 
     kernel: KernelView
@@ -51,7 +52,7 @@ class RowsView:
     queries: SequenceView
     keys: SequenceView
     kv_alias: Alias
-    mask_tensor: str
+    pair_mask: PairMaskView | None
     dropout: bool
     operands: tuple[Operand, ...]
     factor: str
@@ -81,7 +82,7 @@ def rows_fields(
         "queries": sequence_view(uses["q_seq"][0]),
         "keys": sequence_view(uses["kv_seq"][0]),
         "kv_alias": Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
-        "mask_tensor": "mask_rows" if problem.attn_mask else "",
+        "pair_mask": pair_mask_view(problem, uses),
         "dropout": problem.dropout,
         "operands": tuple(operand_of(problem, name) for name in ("q", "k", "v", "d_o")),
     }
@@ -95,6 +96,7 @@ def headers_of(problem: Problem) -> str:
         ("copy/cta_rows.cuh", not problem.gather),
         ("dropout_draw.cuh", problem.dropout),
         ("mask_bits.cuh", problem.attn_mask),
+        ("asked_mask.cuh", problem.asks_mask),
         ("mma/fragment.cuh", True),
         ("mma/score_tile.cuh", problem.bias),
         ("mma/store.cuh", True),

@@ -179,7 +179,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
 def limit_of(problem: Problem, choice: Choice) -> int:
     """Registers a thread has for its operands."""
     crowded = problem.gather and problem.dropout
-    masked = problem.attn_mask and bool(problem.scores)
+    masked = problem.attn_mask and (bool(problem.scores) or problem.asks_mask)
     limit = OPERANDS.get(choice.registers, 0) - masked * MASKED_SCORES
     limit -= crowded * CROWDED[choice.stages]
     return min(limit, SCALED_LIMIT) if problem.token_scales else limit

@@ -26,7 +26,7 @@ from ...uses import FragmentUse, uses_of
 from .plan import Plan
 from .view import forward_view
 
-ROLES = ("mask", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
+ROLES = ("mask", "asked", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
 PAGES = ("kv_fetch", "v_fetch")
 SCALES = (
     *("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o"),
@@ -80,7 +80,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
         names += typed("i32", "dim_qk", "dim_v")
     names += typed("i32", *(("k_page_count", "v_page_count") if problem.paged else ()))
     names += joining_names(problem)
-    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_rows", asked=problem.asks_mask) if problem.attn_mask else []
     names += mask_names("mask_row_map") if problem.listed else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]

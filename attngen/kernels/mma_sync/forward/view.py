@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....runtime.program import KernelEntry
 from ....spec.problem import DTYPE_BYTES, Problem
 from ...base import SmemRegion
+from ...mask_view import PairMaskView, pair_mask_view
 from ...plan import template_of
 from ...support.view_parts import Alias
 from ...uses import FragmentUse
@@ -123,7 +124,7 @@ class MmaForwardView:
 
     Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
     them; score_list is None without scores. weights: what becomes of scores. softmax, q_seq,
-    kv_seq: fragments; kv_iteration: C++, a struct. mask_bits: there is an arbitrary mask;
+    kv_seq: fragments; kv_iteration: C++, a struct. pair_mask: where it finds an arbitrary mask;
     listed: which was made before, with its blocks; walk: how tiles go through these. by_token:
     whether each token has a scale; scale_places: and where. by_row_tile: whether scores read what
     is of their row tile alone.
@@ -176,7 +177,7 @@ class MmaForwardView:
     by_token: bool
     by_row_tile: bool
     scale_places: ScalePlaces
-    mask_bits: bool
+    pair_mask: PairMaskView | None
     listed: bool
     walk: Walk
     stops_at_bits: bool
@@ -248,7 +249,7 @@ def forward_view(
         by_token=problem.token_scales,
         by_row_tile=problem.token_scales or tile is not None,
         scale_places=scale_places_of(problem),
-        mask_bits=problem.attn_mask,
+        pair_mask=pair_mask_view(problem, uses),
         listed=problem.listed,
         walk=LISTED_WALK if problem.listed else PLAIN_WALK,
         stops_at_bits=problem.attn_mask and masks.bounds_left,
@@ -289,6 +290,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "copy/cta_rows.cuh": not problem.gather,
         "dropout_draw.cuh": problem.dropout,
         "mask_bits.cuh": problem.attn_mask,
+        "asked_mask.cuh": problem.asks_mask,
         "maximum.cuh": problem.max_logit,
         "mma/atoms.cuh": True,
         "mma/atoms_fp8.cuh": problem.eight_bit,

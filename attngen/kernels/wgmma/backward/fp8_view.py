@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import DTYPE_BYTES, Problem
+from ...mask_view import PairMaskView, pair_mask_view
 from ...plan import template_of
 from ...support.around import ConvertPlan
 from ...support.view_parts import (
@@ -148,7 +149,7 @@ class Fp8View:
     revisits: bool
     gathered: tuple[TensorView, ...]
     row_block: int
-    mask_tensor: str
+    pair_mask: PairMaskView | None
     block_maps: tuple[BlockMapFunction, ...]
     one_stage: bool
     hides_rest: bool
@@ -298,7 +299,7 @@ def fp8_view(
         revisits=problem.varlen,
         gathered=(),
         row_block=plan.row_block,
-        mask_tensor="mask_columns" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses, of_keys=True),
         block_maps=(),
         one_stage=problem.bias and not leaves_rows(problem),
         hides_rest=problem.bias and problem.varlen,

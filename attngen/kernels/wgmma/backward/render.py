@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
-ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
+ROLES = ("mask", "asked", "score", "q_seq", "kv_seq", "kv_fetch")
 MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
     **dict.fromkeys(FUSED, fused_view),
     OF_KEYS: dkv_view,
@@ -173,7 +173,7 @@ def _main_names(
     names += [("rng_state", "ptr")] if problem.dropout else []
     names += [("dlearned", "ptr")] if plan.fused and sums_keys(problem) else []
     for name in mask:
-        names += mask_names(name)
+        names += mask_names(name, asked=problem.asks_mask)
     places, diagonal = diagonal_names(problem)[:-1], diagonal_names(problem)[-1:]
     names += places
     integers = [*INTEGERS, *(name for name, _ in diagonal)]
@@ -218,7 +218,7 @@ def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEn
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
     for name in mask:
-        names += mask_names(name)
+        names += mask_names(name, asked=problem.asks_mask)
     sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
     places = ("sequences", "heads_q", "q_blocks", "group_size")
     names += [*typed("i32", *sizes, *places), *diagonal_names(problem)]
@@ -247,7 +247,7 @@ def _learned(problem: Problem, plan: LearnedPlan, operands: Names) -> KernelEntr
     names += typed("tensor_map", "map_bias") if problem.bias else []
     names += typed("ptr", *workspace, "dlearned", *(("rng_state",) if problem.dropout else ()))
     for name in mask:
-        names += mask_names(name)
+        names += mask_names(name, asked=problem.asks_mask)
     names += [*typed("i32", "sequences", "heads_q", "q_blocks", "group_size")]
     names += diagonal_names(problem)
     names += typed("f32", "scale", "scale_log2")

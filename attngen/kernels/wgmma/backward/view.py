@@ -8,6 +8,7 @@ from typing import Any
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...mask_view import pair_mask_view
 from ...support.view_parts import Uses
 from ...view import TensorView, tensor_view
 from .plan import OF_KEYS, BackwardPlan
@@ -190,7 +191,7 @@ def dq_view(
     return DqView(
         **fields,
         headers=main_headers(problem, pairs=plan.pairs),
-        mask_tensor="mask_rows" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses),
         score_product=score_product(problem, plan.tile.n),
         fetch=fetch_of(plan, problem),
         varlen=problem.varlen,
@@ -257,7 +258,7 @@ def dkv_view(
         **fields,
         **key_tiles_fields(problem, plan, boxed_scores=False),
         headers=main_headers(problem, keys_as_rows=True, pairs=plan.pairs),
-        mask_tensor="mask_columns" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses, of_keys=True),
         score_product=score_product(problem, plan.tile.m, plan.held_steps, plan.held_steps),
         dk_product=Product(columns, steps),
         dv_product=Product(columns_v, steps),

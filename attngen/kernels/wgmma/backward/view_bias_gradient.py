@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...mask_view import pair_mask_view
 from ...params import BOX_BYTES
 from ...support.view_parts import Uses, included
 from ...view import CPP_ELEMENTS
@@ -54,7 +55,7 @@ def bias_gradient_view(
     made = BiasGradientView(
         **fields,
         headers=main_headers(problem),
-        mask_tensor="mask_rows" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses),
         score_product=whole_score_product(problem, plan.tile.n),
         stages=plan.stages,
         stage_arrivals=COPYING_ARRIVALS if problem.gather else 1,

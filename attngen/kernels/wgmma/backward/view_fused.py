@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...mask_view import pair_mask_view
 from ...support.view_parts import Uses, included
 from ...uses import hides_past
 from .bias_gradient import sums_keys
@@ -131,7 +132,7 @@ def fused_view(
         **fields,
         **key_tiles_fields(problem, plan, boxed_scores=True),
         headers=_headers(problem, plan),
-        mask_tensor="mask_columns" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses, of_keys=True),
         score_product=score_product(problem, plan.tile.m, plan.held_steps),
         dk_product=Product(plan.dk_columns, steps),
         dv_product=Product(plan.dv_columns, steps),

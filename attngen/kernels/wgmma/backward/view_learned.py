@@ -8,6 +8,7 @@ from pathlib import Path
 from ....fragments.names import DIAGONAL
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...mask_view import pair_mask_view
 from ...support.view_parts import Uses, included
 from ...uses import hides_past
 from .bias_gradient import sums_by_distance
@@ -53,7 +54,7 @@ def learned_view(
     return LearnedView(
         **fields,
         headers="\n".join([main_headers(problem), headers]),
-        mask_tensor="mask_rows" if problem.attn_mask else "",
+        pair_mask=pair_mask_view(problem, uses),
         score_product=whole_score_product(problem, plan.tile.n),
         stages=plan.stages,
         stage_arrivals=COPYING_ARRIVALS // 2 + 1 if problem.gather else 1,

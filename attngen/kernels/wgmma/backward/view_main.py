@@ -9,6 +9,7 @@ from typing import Any
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...base import SmemRegion
+from ...mask_view import PairMaskView
 from ...plan import template_of
 from ...support.view_parts import (
     Alias,
@@ -75,7 +76,7 @@ class MainView:
     smem: places in shared memory. kv_alias: the fragment that fetches keys. revisits: whether what
     is in memory of a tile's context is read anew at blocks. gather: whether warps copy rows that
     the copy engine cannot read; gathered: the operands then, else none. row_block: queries a block
-    of the workspaces. mask_tensor: the parameter that has a mask's bits, empty where there is none.
+    of the workspaces. pair_mask: where it finds an arbitrary mask, if there is one.
     block_maps: those of the blocks that bits made before show, none where the call's kernels make
     them. dropout: whether weights are dropped.
     depth: elements of a step of a product's reduction; box_columns: of a row that a box has.
@@ -104,7 +105,7 @@ class MainView:
     gather: bool
     gathered: tuple[TensorView, ...]
     row_block: int
-    mask_tensor: str
+    pair_mask: PairMaskView | None
     block_maps: tuple[BlockMapFunction, ...]
     dropout: bool
     score_product: Product
@@ -214,6 +215,7 @@ def main_headers(
         ("dropout.cuh", problem.dropout),
         ("dropout_places.cuh", problem.dropout and problem.positions),
         ("mask_bits.cuh", problem.attn_mask),
+        ("asked_mask.cuh", problem.asks_mask),
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),
         ("mma/score_tile.cuh", bias),

@@ -159,7 +159,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     if problem.bias and problem.head_dim_v > 192:
         largest_block = 80  # a float32 output has room for more in shared memory, and spills
     lined = has_lined_program(problem)
-    if has_program(problem.scores) and not lined:
+    if problem.asks_mask or (has_program(problem.scores) and not lined):
         largest_block = 112  # whose addresses and quotients spill beside 128 keys
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         # Beside random words 128 keys in two stages measured +8 % over 112 in three, of programs
@@ -197,7 +197,7 @@ def consumers_of(problem: Problem) -> int:
     # of their own; over pages scores with arithmetic of their own would leave few keys a block.
     light = LIGHT_SCORES.issuperset(problem.scores)
     needy = problem.gather or problem.widens or (problem.paged and (largest > 64 or not light))
-    needy = needy or has_program(problem.scores)  # with addresses of its own
+    needy = needy or has_program(problem.scores) or problem.asks_mask  # with addresses of its own
     return 3 if largest <= 96 and not (crowded or needy) else 2
 
 

@@ -94,7 +94,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
     if problem.widens:
         names += typed("ptr", "descale_k", "descale_v")
     names += [("rng_state", "ptr")] if problem.dropout else []
-    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_rows", asked=problem.asks_mask) if problem.attn_mask else []
     names += mask_names("mask_row_map") if problem.listed else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...base import Axis
+from ...mask_view import PairMaskView, pair_mask_view
 from ...plan import template_of
 from ...uses import FragmentUse
 from ...view import (
@@ -51,7 +52,7 @@ class ForwardView:
     constants: of the plan and of shared memory. products: the two products.
 
     Fragments: fragment_sources: C++, their structs, each once. masks, score_list: as the common
-    macros take them; score_list is None without scores. scores: what happens to scores. mask_bits:
+    macros take them; score_list is None without scores. scores: what happens to scores. pair_mask:
     there is an arbitrary mask; listed: which was made before, with its blocks. dropout, max_logit:
     as the problem says. score_tile: the parameter of the tensor that scores read in tiles, or None.
 
@@ -90,7 +91,7 @@ class ForwardView:
     masks: MaskListView
     score_list: ScoreListView | None
     scores: Scores
-    mask_bits: bool
+    pair_mask: PairMaskView | None
     listed: bool
     dropout: bool
     max_logit: bool
@@ -163,7 +164,7 @@ def forward_view(
         masks=masks,
         score_list=score_list_of(uses, scores),
         scores=scores,
-        mask_bits=problem.attn_mask,
+        pair_mask=pair_mask_view(problem, uses),
         listed=problem.listed,
         dropout=problem.dropout,
         max_logit=problem.max_logit,

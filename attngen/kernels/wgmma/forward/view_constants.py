@@ -120,6 +120,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "dropout_bytes.cuh": problem.dropout and problem.eight_bit,
         "dropout_places.cuh": problem.dropout and problem.positions,
         "mask_bits.cuh": problem.attn_mask,
+        "asked_mask.cuh": problem.asks_mask,
         "mma/fragment.cuh": True,
         "mma/gemm.cuh": True,
         "mma/gemm_across.cuh": plan.shares_output,
