@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid, softplus
 
 B, H, S = 2, 4, 96
 ScoreMod = Callable[..., torch.Tensor]
@@ -80,6 +80,19 @@ def segment_pairs() -> ScoreMod:
     """Two gathers that choose what a third one reads."""
     kind, pair = whole(0, 3, B, S, dtype=torch.int64), normal(3, 3, H)
     return lambda s, b, h, i, j: s + pair[kind[b, i], kind[b, j], h]
+
+
+@score
+def log_gates() -> ScoreMod:
+    """Several results of one operation, of which one counts, and an axis behind all others."""
+    gate, bar = normal(B, S), normal(B, H, S)
+    return lambda s, b, h, i, j: s + logsigmoid(gate[b, i] + bar[..., j][b, h])
+
+
+@score
+def never_nan() -> ScoreMod:
+    tilt = normal(H)
+    return lambda s, b, h, i, j: torch.nan_to_num(s * tilt[h], nan=0.25)
 
 
 @score

@@ -139,7 +139,7 @@ def test_programs_know_whether_they_only_add(found) -> None:
     additive = {name for name, each in found.items() if each.program.additive}
     assert additive == {
         *("relative_table", "log_distance", "season", "segment_pairs", "rank_two", "weekday"),
-        *("gaussian", "narrow"),
+        *("gaussian", "log_gates", "narrow"),
     }
 
 
@@ -193,6 +193,14 @@ def reads_a_row(s, b, h, i, j):
     return s + DATA[h].sum()
 
 
+def has_no_slope(s, b, h, i, j):
+    return s + torch.heaviside(s, 0 * s)
+
+
+def takes(s, b, h, i, j):
+    return s + torch.take(DATA, j.long())
+
+
 def returns_a_bool(s, b, h, i, j):
     return s > 0
 
@@ -208,6 +216,8 @@ REFUSED = {
     changes: r"changes a tensor in place that it must not at test_programs.py:\d+.*Return a new",
     unknown: r"kernels lack, special_bessel_j0.*,? at test_programs.py:\d+, .*backend='reference'",
     reads_a_row: r".* at test_programs.py:\d+, `return s \+ DATA",
+    has_no_slope: r"has no derivative that is traced .*heaviside.*backend='reference'",
+    takes: r"has no derivative that is traced .*backend='reference'",
     returns_a_bool: r"needs to return a score, a real number; got torch.bool",
     lacks_arguments: r"is called as score_mod\(score, b, h, i, j\)",
 }

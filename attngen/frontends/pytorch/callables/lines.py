@@ -288,6 +288,9 @@ class Lines:
             way = "shl" if "left" in name or "lshift" in name else "shr"
             x, y = self.number(first, result), self.number(second, "i", True)
             return self.builder.emit(way, result, x, y)
+        if name == "isnan":
+            x = self.number(first)
+            return self.builder.emit("ne", "b", x, x)
         kind, _, operation = name.strip("_").rpartition("_")
         if operation not in _BITS or kind not in ("logical", "bitwise", ""):
             return None

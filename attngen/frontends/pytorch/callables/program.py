@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ....errors import SpecError
 from ....fragments.building import Number
 from ....fragments.program import Program
 from .builder import Builder, as_read, capture_of
@@ -62,7 +63,14 @@ def score_program(graph: GraphModule, device: torch.device) -> Traced:
     cut = list(loads_of(graph))
     loads = [forward.number(node, "f") for node in cut]
     learned = [builder.learns(each) for each in loads]
-    joint = differentiate(graph, device, cut, learned)
+    try:
+        joint = differentiate(graph, device, cut, learned)
+    except RuntimeError as error:  # of autograd, and of what has no value in a trace
+        reason, *_ = str(error).splitlines()
+        raise SpecError(
+            f"score_mod has no derivative that is traced without values: {reason}. Pass "
+            "backend='reference'."
+        ) from error
     both = Lines(builder, joint, (*_PLACES, *loads), "score_mod", lines)
     value, slope, *derivatives = (both.number(each, "f") for each in result_of(joint))
     found: dict[str, str] = {}

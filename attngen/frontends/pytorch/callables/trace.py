@@ -83,6 +83,9 @@ class _Watching(TorchFunctionMode):
 def _index_of(tensor: Tensor, index: Any) -> Tensor | None:
     """The element, or part, of a tensor; None where torch finds it without help."""
     given = list(index) if isinstance(index, tuple) else [index]
+    if any(x is Ellipsis for x in given):
+        place = next(n for n, x in enumerate(given) if x is Ellipsis)
+        given[place : place + 1] = [slice(None)] * (tensor.ndim + 1 - len(given))
     tensors = [x for x in given if isinstance(x, Tensor) and x.dtype != torch.bool and not x.ndim]
     plain = [x for x in given if type(x) is int or x == slice(None)] if tensors else []
     if not tensors or len(tensors) + len(plain) != len(given):
@@ -194,8 +197,9 @@ def result_of(graph: GraphModule) -> Any:
 
 def name_of(node: Node) -> str:
     """The name of an operation, without its library and its variant."""
-    _, name, *_ = str(node.target).split(".")
-    return name
+    _, _, name = str(node.target).partition(".")
+    name, *_ = name.split(".")
+    return name or str(getattr(node.target, "__name__", node.target))
 
 
 def captured(graph: GraphModule, node: Node) -> Tensor:
@@ -242,9 +246,9 @@ def loads_of(graph: GraphModule) -> Iterator[Node]:
     for node, on in depends.items():
         if node.op == "placeholder" or "c" not in on:
             continue
-        meta = meta_of(graph, node)
-        if meta.ndim or not meta.is_floating_point():
-            continue
+        meta: Any = meta_of(graph, node)
+        if not isinstance(meta, Tensor) or meta.ndim or not meta.is_floating_point():
+            continue  # several tensors at once, among others
         if on != frozenset("c"):
             if name_of(node) in _READS:
                 yield node
@@ -301,7 +305,7 @@ def _decompositions() -> dict[Any, Any]:
         aten.silu_backward, aten.softplus_backward, aten.leaky_relu_backward,
         aten.hardtanh_backward, aten.tanh_backward, aten.sigmoid_backward,
         aten.threshold_backward, aten.elu, aten.elu_backward, aten.rsub, aten.logical_xor,
-        aten.reciprocal,
+        aten.reciprocal, aten.log_sigmoid_forward, aten.log_sigmoid_backward,
     ])  # fmt: skip
     for kept in (aten.expm1.default, aten.log1p.default):
         found.pop(kept, None)
