@@ -17,6 +17,7 @@ from . import gradients, oracle, varlen
 pytestmark = pytest.mark.gpu
 
 HEADS, ROWS, KEYS = 4, 70, 140
+FEW = 16  # numbers of a captured tensor
 ScoreMod = Callable[..., torch.Tensor]
 
 
@@ -177,6 +178,7 @@ LEARNED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., ScoreMod]]] 
         lambda x: lambda s, b, h, i, j: s + x[(j - i).clamp(-16, 16) + 16, h] * s.abs(),
     ),
     "full": (((HEADS, ROWS, KEYS),), lambda x: lambda s, b, h, i, j: s + x[h, i, j]),
+    "temperature": (((HEADS,),), lambda x: lambda s, b, h, i, j: s * x[h]),
 }
 
 
@@ -232,7 +234,9 @@ def check_learned(
     for own, truth, near in zip(found[0], expected, rounded, strict=True):
         error = oracle.largest((own.to(oracle.DEVICE) - truth).abs())
         largest = oracle.largest(truth.abs())
-        share = 2**-9 if own.ndim else 2**-7  # of a scalar, whose one rounding may be small by luck
+        # Of few numbers all that rounding adds to the reference may be small by luck: over seeds
+        # that of a head's temperature has the size of the kernels', and its largest varies 30-fold.
+        share = 2**-9 if own.numel() > FEW else 2**-7
         limit = 4 * oracle.largest((near - truth).abs()) + share * largest
         assert error <= limit, f"{error:.3e} > {limit:.3e}, of {largest:.3e}"
 
