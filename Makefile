@@ -51,7 +51,7 @@ test-all: $(VENV)/.dev
 
 # The covering set whole, on kernels of Hopper and of other GPUs; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
-ONCE := backward_kernels backward_parts callable_compiled decode decode_scores dropout fading first_visits folded_grids forward forward_lengths forward_masks \
+ONCE := asked_masks backward_kernels backward_parts callable_compiled callable_transforms decode decode_scores dropout fading first_visits folded_grids forward forward_lengths forward_masks \
         forward_onto forward_refusals forward_values heads_apart jax layouts mask_pack mma_decode mma_fp8 mma_learned mma_sync mma_sync_backward nested op padding paged_prompt \
         short softcap varlen waves
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
