@@ -30,9 +30,8 @@ MaskMod = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bits of no call here fit, and what programs read does."""
-    monkeypatch.setattr(callable_bits, "MOST_BYTES", 8000)
+def no_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(callable_bits.VARIABLE, "0")
     callable_listed._known.clear()
     yield
     callable_listed._known.clear()
@@ -96,7 +95,7 @@ def test_masks_scores_and_dropout_are_theirs_beside_a_program(name, d) -> None:
     check(tensors, mod, dropout_p=0.25, rng_state=seed)
 
 
-def test_programs_of_a_score_and_of_a_mask_have_tensors_of_their_own() -> None:
+def test_programs_of_a_score_and_of_a_mask_have_tensors_of_their_own(monkeypatch) -> None:
     q, k, v = oracle.operands(2, HEADS, 2, ROWS, KEYS, 64)
     heat = torch.linspace(0.5, 1.5, KEYS, device=oracle.DEVICE).requires_grad_()
     given: dict[str, Any] = {
@@ -104,16 +103,16 @@ def test_programs_of_a_score_and_of_a_mask_have_tensors_of_their_own() -> None:
         "mask_mod": kinds(oracle.DEVICE),
     }
 
-    def results(most: int) -> tuple[torch.Tensor, ...]:
-        with mock.patch.object(callable_bits, "MOST_BYTES", most):
-            out = attngen.attention(q, k, v, backend="cuda", **given)
+    def results() -> tuple[torch.Tensor, ...]:
+        out = attngen.attention(q, k, v, backend="cuda", **given)
         return out, *torch.autograd.grad(out.float().square().sum(), heat)
 
     with attngen.trace() as seen:
-        of_program = results(callable_bits.MOST_BYTES)
+        of_program = results()
     assert any(each.asks_mask and each.direction == "bwd" for each, _ in seen.variants)
     callable_listed._known.clear()
-    for one, other in zip(of_program, results(1 << 30), strict=True):
+    monkeypatch.delenv(callable_bits.VARIABLE)
+    for one, other in zip(of_program, results(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

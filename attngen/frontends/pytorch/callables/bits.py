@@ -140,7 +140,7 @@ def maker_of(
     if 4 * math.prod(planes) * parts.words > (most := bytes_named(VARIABLE, MOST_BYTES)):
         if may_ask and states is None and shown is None:
             register_program(traced.program)
-            return asked_maker_of(traced, sizes, device, planes, most)
+            return asked_maker_of(traced, sizes, device, planes, MOST_BYTES)
         raise SpecError(
             f"mask_mod over {sizes.i} x {sizes.j} pairs of {math.prod(planes)} planes takes more "
             f"than {most >> 20} MiB of bits. Name a mask, or pass a window."
