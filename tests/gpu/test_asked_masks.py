@@ -13,12 +13,7 @@ import torch
 import attngen
 from attngen.call.made_mask import asked_parts_of, is_asked
 from attngen.fragments.program import MASK_PREFIX
-from attngen.frontends.pytorch.callables import (
-    bits as callable_bits,
-)
-from attngen.frontends.pytorch.callables import (
-    listed as callable_listed,
-)
+from attngen.frontends.pytorch.callables import bits, listed
 from attngen.frontends.pytorch.callables.asked import AskedMaker
 
 from . import gradients, oracle, varlen
@@ -31,10 +26,10 @@ MaskMod = Callable[..., torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def no_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(callable_bits.VARIABLE, "0")
-    callable_listed._known.clear()
+    monkeypatch.setenv(bits.VARIABLE, "0")
+    listed._known.clear()
     yield
-    callable_listed._known.clear()
+    listed._known.clear()
 
 
 def kinds(device: torch.device) -> MaskMod:
@@ -110,8 +105,8 @@ def test_programs_of_a_score_and_of_a_mask_have_tensors_of_their_own(monkeypatch
     with attngen.trace() as seen:
         of_program = results()
     assert any(each.asks_mask and each.direction == "bwd" for each, _ in seen.variants)
-    callable_listed._known.clear()
-    monkeypatch.delenv(callable_bits.VARIABLE)
+    listed._known.clear()
+    monkeypatch.delenv(bits.VARIABLE)
     for one, other in zip(of_program, results(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -141,7 +136,7 @@ def test_masks_hold_what_programs_read_when_the_call_was_made() -> None:
     wanted = torch.autograd.grad(attend(*leaves).float().sum(), leaves)
     out = attend(*leaves)
     assert torch.equal(out, first)
-    with mock.patch.object(callable_listed, "maker_of") as made_anew:
+    with mock.patch.object(listed, "maker_of") as made_anew:
         kind.remainder_(2)
         changed = attend(*tensors)
     assert not made_anew.called and not torch.equal(changed, first)
@@ -152,9 +147,9 @@ def test_masks_hold_what_programs_read_when_the_call_was_made() -> None:
 def test_masks_grow_as_their_maps_and_what_they_read() -> None:
     kind = torch.zeros(256, dtype=torch.int64, device=oracle.DEVICE)
     q = oracle.randn(1, 256, 1, 64, dtype=torch.bfloat16)
-    with mock.patch.object(callable_listed, "maker_of", wraps=callable_bits.maker_of) as spy:
+    with mock.patch.object(listed, "maker_of", wraps=bits.maker_of) as spy:
         attngen.attention(q, q, q, mask_mod=lambda b, h, i, j: kind[i] == kind[j], backend="cuda")
-    made = callable_bits.maker_of(*spy.call_args.args, **spy.call_args.kwargs)
+    made = bits.maker_of(*spy.call_args.args, **spy.call_args.kwargs)
     assert isinstance(made, AskedMaker)
     assert is_asked(torch.empty(made.shape, dtype=torch.int32))
     *planes, words = made.shape

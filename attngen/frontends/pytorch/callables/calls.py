@@ -160,8 +160,7 @@ def _made_again(
         made = callable_listed.made_again(listed, masks, known.traced, read, device, beside)
     except (SpecError, CompileError):
         return None
-    given = arguments.get("mask", "none")
-    own = callable_listed.stands_for(made, known.traced.program, given)
+    own = callable_listed.stands_for(made, known.traced.program, arguments.get("mask", "none"))
     replaced = {"mask_mod": None, **own}
     _keep_mask(arguments.get("schedule"), made)
     # A schedule orders sequences of lengths that vary; of others it keeps masks alone.
