@@ -8,7 +8,8 @@ warps against float64, and times both directions beside PyTorch's own, and decod
 minutes at most, or what --limit says: a part that has not ended when its share of that is over is
 stopped, and what it has found until then counts. What a part does not need is left to the next
 ones. The file says which chip and versions these were, what failed with its message, and the
-figures.
+figures. It is written after each part, and where the run is interrupted or told to end, with what
+there is by then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +45,8 @@ SHARES = {"tests": 0.57, "speed": 0.17, "speed_of_gradients": 0.17, "speed_of_de
 LIMIT = 580.0  # seconds of all; a part that is stopped has some more for its report
 MOST_PROCESSES = 8  # that share the tests
 LINES = 4  # of what a command has printed, where it failed
+INTERRUPTED = 130  # the status of a step that was, as shells have it
+MOMENT = 5.0  # seconds in which commands end that a terminal has interrupted, too
 PROCESS_BYTES = 3 << 30  # of the GPU's memory, for each of them
 
 
@@ -96,14 +100,17 @@ def commands(folder: Path, parts: int) -> dict[str, list[list[str]]]:
 def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path, deadline: float) -> int:
     """Run the commands of a step, no longer than its deadline; what they print is in `logs`.
 
-    Returns the largest status of them.
+    Returns the largest status of them, INTERRUPTED where this process is while they run.
     """
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]
-    running = [
-        gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt")
-        for number, part in enumerate(parts, 1)
-    ]
-    gpu_suite.finish(running, deadline)
+    running = []
+    try:
+        for number, part in enumerate(parts, 1):
+            running.append(gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt"))
+        gpu_suite.finish(running, deadline)
+    except KeyboardInterrupt:
+        gpu_suite.finish(running, time.monotonic() + MOMENT)
+        return INTERRUPTED
     for number, part in enumerate(running, 1):
         if part.returncode:
             print("\n".join((logs / f"{name}-{number}.txt").read_text().splitlines()[-LINES:]))
@@ -138,17 +145,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(why)
     if not (folder := options.output.absolute().parent).is_dir():
         parser.error(f"--output: there is no directory {folder}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        exits, seconds = {}, {}
+        exits: dict[str, int] = {}
+        seconds: dict[str, float] = {}
         ends = deadlines(time.monotonic(), options.limit)
         for step, parts in commands(folder, processes()).items():
             began = time.monotonic()
             print(f"{step}: at most {max(0.0, ends[step] - began):.0f} s …", flush=True)
             exits[step] = run_step(step, parts, folder, ends[step])
             seconds[step] = round(time.monotonic() - began, 1)
-        report = {**collect(folder, exits), "seconds": seconds}
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+            report = {**collect(folder, exits), "seconds": seconds}
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
+            if exits[step] == INTERRUPTED:
+                print(f"interrupted in {step}")
+                break
     print(f"{options.output}: please send it with an issue")
     return int(any(exits.values()))
 

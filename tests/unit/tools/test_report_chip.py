@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from attngen.bench import decode_report, workloads
 from tests.support.paths import ROOT
-from tools import report_chip
+from tools import gpu_suite, report_chip
 
 JUNIT = """<testsuites><testsuite><testcase classname="a" name="right"/>
 <testcase classname="a" name="wrong"><failure message="0.1 &gt; 0.01"/></testcase>
@@ -88,6 +92,45 @@ def test_main_writes_the_file_whatever_failed(
     assert ran == [*["pytest"] * 2, *["attngen"] * 3]
     assert ("two" in capsys.readouterr().out) == bool(status)
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
+
+
+def test_an_interrupted_run_leaves_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its second step, whose command ends by itself soon after."""
+    place = tmp_path / "x.json"
+    quick = [sys.executable, "-c", "print('done')"]
+    slow = "import pathlib, time; time.sleep(0.5); pathlib.Path(r'{}').write_text('[1]')"
+
+    def commands(folder: Path, parts: int) -> dict[str, list[list[str]]]:
+        (folder / "tests-1.xml").write_text(JUNIT)
+        speed = [sys.executable, "-c", slow.format(folder / "speed.json")]
+        return {"tests": [quick], "speed": [speed], "speed_of_gradients": [quick]}
+
+    finish, ends = gpu_suite.finish, []
+
+    def interrupted(parts: Any, end: float) -> None:
+        ends.append(end)
+        if len(ends) == 2:
+            assert json.loads(place.read_text())["exit"] == {"tests": 0}
+            os.kill(os.getpid(), signal.SIGTERM)
+        finish(parts, end)
+
+    monkeypatch.setattr(report_chip, "missing", lambda: None)
+    monkeypatch.setattr(report_chip, "processes", lambda: 1)
+    monkeypatch.setattr(report_chip, "commands", commands)
+    monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
+    monkeypatch.setattr(report_chip.gpu_suite, "finish", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert report_chip.main(["-o", str(place)]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = json.loads(place.read_text())
+    assert found["exit"] == {"tests": 0, "speed": report_chip.INTERRUPTED}
+    assert found["tests"]["passed"] == 1 and found["speed"] == [1]
+    assert "error" in found["speed_of_gradients"]
+    assert "interrupted in speed" in capsys.readouterr().out
 
 
 def test_a_place_without_a_directory_is_known_before_anything_runs(
