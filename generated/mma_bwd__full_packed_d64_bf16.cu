@@ -406,7 +406,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
       const long long row = workspace_block(p, ctx.batch, visit.head, visit.block / (kRowBlock / kBlock)) * kRowBlock + visit.block % (kRowBlock / kBlock) * kBlock;
       const bool of_d = threadIdx.x >= kBlock / 4;
       const float* source = static_cast<const float*>(of_d ? p.d : p.lse_log2) + row + threadIdx.x % (kBlock / 4) * 4;
-      copy_async<16>(smem + kSmemRows + stage * (2 * kRowBytes) + threadIdx.x * 16, source, 16);
+      copy_async<16>(smem + kSmemRows + stage * (2 * kRowBytes) + threadIdx.x * 16, source, true);
     }
   };
   Visit next = {ctx.head, blocks.begin};

@@ -335,7 +335,8 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
     copy_values(block, 0);
     const auto between = [&] {
       await_copies();
-      __syncthreads();  // values are there, and nobody reads keys any more
+      // Values are there, and nobody reads keys any more. Warps come here by ways of their own, __syncthreads is for one.
+      named_barrier_sync(1, kThreads);
       if (block > blocks.begin) copy_keys(block - 1, 0);
     };
     if (block < own.begin || block >= own.end) {

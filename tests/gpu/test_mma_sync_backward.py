@@ -11,7 +11,7 @@ import torch
 import attngen
 from tests.support.caches import kernels_of
 
-from . import gradients, oracle, test_backward_parts, variants
+from . import gradients, hostile, oracle, test_backward_parts, variants
 from .cases import Case
 from .conftest import any_chip
 from .variants import Variant
@@ -111,3 +111,28 @@ def test_mma_backward_of_parts_of_keys_sums_up(dim):
     """Head dims are those whose other kernels keep no such sums."""
     _, length, parts, given = test_backward_parts.CASES[0]
     test_backward_parts.test_parts_sum_up_to_one_call(dim, length, parts, given)
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "lengths", "shape"),
+    [
+        (64, 64, (70, 201), (2, 70, 201)),
+        (128, 72, (130, 77), (130, 77)),
+        (128, 128, (130, 100), (1, 100)),
+        (96, 96, (33, 203), (2, 1, 203)),
+        (256, 256, (70, 136), (70, 136)),
+    ],
+    ids=str,
+)
+def test_mma_kernels_read_biases_within_their_memory(d, d_v, lengths, shape):
+    """Each operand is all that there is to its memory, whose last bytes are of a cut chunk."""
+    operands = oracle.operands(1, 2, 1, *lengths, d, d_v)
+    bias = oracle.randn(*shape, seed=9)
+    for memory in hostile.memories():
+        leaves = [memory.copy(x).requires_grad_() for x in (*operands, bias)]
+        with hostile.allocating(memory):
+            out = attngen.attention(*leaves[:3], bias=leaves[3], backend="cuda")
+            found = torch.autograd.grad(out, leaves, memory.copy(out.detach()))
+        memory.check()
+        oracle.check(out.detach(), None, oracle.truth(*operands, bias=bias))
+        assert not any(x.isnan().any() for x in found)

@@ -24,7 +24,7 @@ long long waited;
 float reciprocal_approx(float x) { return 1.f / x; }
 u32 atomicAdd(u32* counter, u32 more) { return (*counter += more) - more; }
 template <int kBytes>
-void copy_async(u32, const u32* counter, int) { room[0] = *counter; }
+void copy_async(u32, const u32* counter, bool) { room[0] = *counter; }
 void await_copies() {}
 void load_shared_x2(u32* x, u32 address) { x[0] = room[address]; }
 void wait_cycles(int cycles) { waited += cycles; }

@@ -63,24 +63,51 @@ struct GatherShare {
 };
 
 #if defined(__CUDACC__)
+// A unit of every kRowsAtOnce-th row, of which `present` bytes are there, element by element: a
+// copy would read all of it.
 template <int kUnit, int kBytes, int kRows>
-ATTNGEN_DEVICE void gather_units(u32 tile, u32 box_bytes, const GatheredRows& from, int row,
+ATTNGEN_DEVICE void gather_cut_unit(u32 tile, u32 box_bytes, const char* source,
+                                    const GatheredRows& from, int within, int left, int byte,
+                                    int present) {
+  using Share = GatherShare<kUnit, kBytes, kRows>;
+#pragma unroll 1
+  for (int i = 0; i < kRows; i += Share::kRowsAtOnce) {
+    const u32 target = tile + Share::offset(box_bytes, within + i, byte);
+#pragma unroll 1
+    for (int k = 0; k < kUnit; k += 2) {
+      const bool there = i < left && k < present;
+      store_shared_16(target + k, there ? *reinterpret_cast<const unsigned short*>(source + k) : 0);
+    }
+    source += Share::kRowsAtOnce * from.row_bytes;
+  }
+}
+// Whether the lane has written something itself, which no copy's arrival tells of.
+template <int kUnit, int kBytes, int kRows>
+ATTNGEN_DEVICE bool gather_units(u32 tile, u32 box_bytes, const GatheredRows& from, int row,
                                  int lane) {
   using Share = GatherShare<kUnit, kBytes, kRows>;
   const int within = lane / Share::kLanes;
+  bool stored = false;
 #pragma unroll 1
   for (int unit = lane % Share::kLanes; unit < Share::kUnits; unit += Share::kLanes) {
     const int byte = unit * kUnit;
-    const int present = min_of(max_of(from.columns * 2 - byte, 0), kUnit);
+    const int present = from.columns * 2 - byte;
     const char* source = from.first + (row + within) * from.row_bytes + byte;
     const int left = from.rows - row - within;
+    if (present > 0 && present < kUnit) {
+      stored = true;
+      gather_cut_unit<kUnit, kBytes, kRows>(tile, box_bytes, source, from, within, left, byte,
+                                            present);
+      continue;
+    }
 #pragma unroll 4
     for (int i = 0; i < kRows; i += Share::kRowsAtOnce) {
-      const int count = i < left ? present : 0;
-      copy_async<kUnit>(tile + Share::offset(box_bytes, within + i, byte), source, count);
+      const bool there = i < left && present > 0;
+      copy_async<kUnit>(tile + Share::offset(box_bytes, within + i, byte), source, there);
       source += Share::kRowsAtOnce * from.row_bytes;
     }
   }
+  return stored;
 }
 // Elements one by one, 8 of a row a lane.
 template <int kBytes, int kRows>
@@ -118,19 +145,19 @@ ATTNGEN_DEVICE void gather_tile(u32 tile, u32 box_bytes, const GatheredRows& fro
                                 u32 barrier, int lane) {
   lane = forget(lane);  // what follows from it is worked out anew: few registers could keep it
   const int unit = from.unit();
+  bool stored = true;
   if (unit == 2) {
     gather_elements<kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
-    mbarrier_arrive(barrier);
-    return;
-  }
-  if (unit == 16) {
-    gather_units<16, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
+  } else if (unit == 16) {
+    stored = gather_units<16, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
   } else if (unit == 8) {
-    gather_units<8, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
+    stored = gather_units<8, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
   } else {
-    gather_units<4, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
+    stored = gather_units<4, kColumns * 2, kRows>(tile, box_bytes, from, row, lane);
   }
-  arrive_after_copies(barrier);
+  if (!stored) return arrive_after_copies(barrier);
+  await_copies();
+  mbarrier_arrive(barrier);
 }
 #endif
 

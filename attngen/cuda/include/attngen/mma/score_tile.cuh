@@ -86,6 +86,7 @@ struct TileStage {
     const unsigned short* source =
         from.first + row * from.stride_row + (column + lane * 2) * from.stride_column;
     const int columns = from.columns - column - lane * 2;
+    bool stored = false;
 #pragma unroll 1
     for (int i = 0; i < count; ++i, source += from.stride_row) {
       const int present = row + i < from.rows ? columns : 0;
@@ -94,31 +95,35 @@ struct TileStage {
         if (at + lane * 2 >= kColumns) continue;
         const u32 target = place + offset(i, at / 8 + lane / 4) + lane % 4 * 4;
         const int some = min_of(max_of(present - at, 0), 2);
-        if (in_pairs) {
-          copy_async<4>(target, source + at, some * 2);
+        if (in_pairs && some != 1) {
+          copy_async<4>(target, source + at, some > 0);
         } else {
+          stored = true;
           const unsigned short* pair = source + at * from.stride_column;
           store_shared_16(target, some > 0 ? pair[0] : 0);
           store_shared_16(target + 2, some > 1 ? pair[from.stride_column] : 0);
         }
       }
     }
-    if (in_pairs) return arrive_after_copies(full);
+    if (!stored) return arrive_after_copies(full);
+    await_copies();
     mbarrier_arrive(full);
   }
-  // Starts to copy what begins at [row, column]; all lanes have taken what lay here.
+  // Starts to copy what begins at [row, column]; all lanes have taken what lay here. Where columns
+  // end within a chunk, no copy of a whole one may read it.
   ATTNGEN_DEVICE void fetch(const TileSource& from, int row, int column, int lane) const {
     const int chunk = lane % kLanes;
-    const int present = min_of(max_of(from.columns - column - chunk * 8, 0), 8);
+    const bool present = column + chunk * 8 < from.columns;
     const int within = lane / kLanes;
     const unsigned short* source =
         from.first + (row + within) * from.stride_row + (column + chunk * 8) * from.stride_column;
-    if (from.unit() < 16 || from.stride_row == 0) return copy(from, row, column, lane);
+    const bool is_cut = from.columns % 8 != 0 && column + kColumns > from.columns;
+    if (from.unit() < 16 || from.stride_row == 0 || is_cut) return copy(from, row, column, lane);
     if (kChunks != kLanes && chunk >= kChunks) return;
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
-      const int count = row + within + i < from.rows ? present : 0;
-      copy_async<16>(place + offset(within + i, chunk), count > 0 ? source : from.first, count * 2);
+      const bool there = present && row + within + i < from.rows;
+      copy_async<16>(place + offset(within + i, chunk), there ? source : from.first, there);
       source += kRowsAtOnce * from.stride_row;
     }
   }
@@ -140,20 +145,20 @@ struct TileStage {
   }
 
  private:
-  // As many elements at a time as where rows begin allows. Multiprocessors keep one row for all: L2
-  // would be asked for the same few lines again and again.
+  // As many elements at a time as where rows begin, and how many there are, allow. Multiprocessors
+  // keep one row for all: L2 would be asked for the same few lines again and again.
   ATTNGEN_DEVICE static void copy_chunk(const TileSource& from, long long start, int count,
                                         u32 target) {
     const unsigned short* source = from.first + start;
-    if (from.unit() == 16) {
-      copy_async<16, true>(target, count > 0 ? source : from.first, count * 2);
+    const int unit = from.unit();
+    if (unit == 16 && count % 8 == 0) {
+      copy_async<16, true>(target, count > 0 ? source : from.first, count > 0);
       return;
     }
-    if (from.unit() == 4) {
+    if (unit >= 4 && count % 2 == 0) {
 #pragma unroll
       for (int k = 0; k < 8; k += 2) {
-        const int some = min_of(max_of(count - k, 0), 2);
-        copy_async<4>(target + k * 2, some > 0 ? source + k : from.first, some * 2);
+        copy_async<4>(target + k * 2, k < count ? source + k : from.first, k < count);
       }
       return;
     }

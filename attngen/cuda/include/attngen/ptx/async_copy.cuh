@@ -5,11 +5,12 @@
 
 namespace attngen {
 
-// kBytes (4, 8 or 16) aligned bytes, of which the first `present` are read and the others zero;
-// past L1 unless kKeep.
+// kBytes (4, 8 or 16) aligned bytes, or zeros where they are not `there`; past L1 unless kKeep. The
+// instruction takes a number of bytes between, too, but a checker of memory counts all as read.
 template <int kBytes, bool kKeep = false>
-ATTNGEN_DEVICE void copy_async(u32 destination, const void* source, int present) {
+ATTNGEN_DEVICE void copy_async(u32 destination, const void* source, bool there) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what the instruction copies");
+  const int present = there ? kBytes : 0;
   if constexpr (kBytes == 16 && kKeep) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
                  "r"(present)

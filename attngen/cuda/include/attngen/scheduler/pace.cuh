@@ -74,7 +74,7 @@ class Pace {
     const bool more = place_ + kStride < blocks_;
     const u32 told = more ? weight_ * place_ + weight_ * (kStride - 1) / 2 : whole_;
     atomicAdd(counter_, told - told_);
-    copy_async<16>(shared_, counter_, 16);
+    copy_async<16>(shared_, counter_, true);
     asked_ = told_ > 0 && more;  // with all counted it would begin anew
     told_ = told;
     until_ = asked_ ? kLag : kStride;
