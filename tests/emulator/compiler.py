@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 # Fibers leave frames that a fortified longjmp would miss; each kernel has a runtime of its own.
 FLAGS = (
     *("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"),
+    "-fno-omit-frame-pointer",  # intervals.cpp tells by callers where a thread is
     *("-D__CUDACC__", "-D__CUDACC_RTC__", "-D__CUDACC_VER_MAJOR__=13", "-D__CUDA_ARCH__=800"),
     *("-DCUTE_ARCH_MMA_F32_SM89_ENABLED", "-DCUTE_ARCH_MMA_F16_SM89_ENABLED"),
     f"-I{HERE}",

@@ -112,9 +112,10 @@ void read_oldest(Fiber& fiber) {
 // ---- by threads
 void copy_async(u32 destination, const void* source, u32 bytes, u32 present) {
   const bool aligned = reinterpret_cast<u64>(source) % bytes == 0;
-  if (present > bytes || (present != 0 && !aligned)) {
+  if (present != 0 && (present != bytes || !aligned)) {
     fail("a copy of %u bytes from %p, %u of them there", bytes, source, present);
   }
+  touch_written(destination, bytes);
   Action copy = [=, thread = self().thread] {
     unsigned char* to = shared_at(destination, bytes);
     std::memset(to, 0, bytes);

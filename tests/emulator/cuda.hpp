@@ -73,6 +73,9 @@ T& shared_as(u32 address) {
 }
 // Notes a write that the copy engine and tensor cores see after a fence only.
 void wrote(u32 address, u32 bytes);
+// Notes an access of a thread, and fails where another lane's is not ordered by a __syncwarp.
+void touch_read(u32 address, u32 bytes);
+void touch_written(u32 address, u32 bytes);
 template <class T, int kCount>
 void store_shared(u32 address, const T (&x)[kCount]) {
   std::memcpy(shared_at(address, sizeof(x)), x, sizeof(x));
@@ -81,6 +84,7 @@ void store_shared(u32 address, const T (&x)[kCount]) {
 template <class T, int kCount>
 void load_shared(T (&x)[kCount], u32 address) {
   std::memcpy(x, shared_at(address, sizeof(x)), sizeof(x));
+  touch_read(address, sizeof(x));
 }
 
 // ---- barriers
@@ -89,6 +93,10 @@ void mbarrier_init_fence();
 void mbarrier_arrive(u32 barrier, u32 bytes = 0);
 void mbarrier_wait(u32 barrier, u32 parity);
 void barrier_sync(u32 id, u32 threads);
+// What lies behind a barrier is not what lay before it: of the thread.
+void begin_interval();
+// __syncthreads, called with this frame: all threads of a CTA meet at one place of the program.
+void block_sync(void* const* frame);
 // Of two neighbouring CTAs: arrival at a barrier of the CTA `rank`, and all of their threads.
 void mbarrier_arrive_at(u32 address, u32 rank);
 void mbarrier_arrive_at_after(u32 loaded, u32 address, u32 rank);
@@ -235,8 +243,11 @@ inline int __all_sync(unsigned lanes, int condition) {
 inline void __syncwarp(unsigned lanes = ~0u) {
   emulator::require_all(lanes);
   emulator::collective("__syncwarp", nullptr, [](void* const*) {});
+  emulator::begin_interval();
 }
-inline void __syncthreads() { emulator::barrier_sync(0, emulator::block_size().x); }
+inline void __syncthreads() {
+  emulator::block_sync(static_cast<void* const*>(__builtin_frame_address(0)));
+}
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }

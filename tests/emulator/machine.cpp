@@ -97,6 +97,8 @@ std::unique_ptr<Cta> begin_cta(Launch& launch, u32 index, Stacks& stacks) {
   made->warps = std::vector<Warp>((threads + 31) / 32);
   made->steps.resize((threads + 127) / 128);
   made->writes.resize(kSharedBytes / 16);
+  made->read.resize((launch.shared_bytes + 3) / 4);
+  made->written.resize((launch.shared_bytes + 3) / 4);
   made->alive = threads;
   for (u32 i = 0; i < made->warps.size(); ++i) made->warps[i].index = i;
   for (u32 i = 0; i < threads; ++i) {
@@ -322,7 +324,10 @@ unsigned char* shared_at(u32 address, u32 bytes) {
   if (unit != 0 && address % unit != 0) fail("%u bytes at %u are not aligned", bytes, address);
   return shared + static_cast<int>(address);
 }
-void wrote(u32 address, u32 bytes) { note_write(address, bytes, self().thread); }
+void wrote(u32 address, u32 bytes) {
+  touch_written(address, bytes);
+  note_write(address, bytes, self().thread);
+}
 void note_write(u32 address, u32 bytes, u32 thread) {
   shared_at(address, bytes);
   if (cta->launch->shared_bytes == 0) return;
@@ -375,6 +380,7 @@ void complete(Mbarrier& barrier) {
 }  // namespace
 
 void mbarrier_init(u32 address, u32 arrivals) {
+  cta->has_mbarriers = true;
   shared_as<Mbarrier>(address) = {0, arrivals, arrivals, 0, kTag};
   cta->unfenced.push_back(address);
 }
@@ -496,6 +502,7 @@ bool barrier_all(u32 id, u32 threads, bool condition) {
   const u32 generation = barrier.generation;
   enter(id, threads, condition);
   wait_until("a named barrier", [&] { return barrier.generation != generation; });
+  begin_interval();
   return barrier.result;
 }
 void barrier_sync(u32 id, u32 threads) { barrier_all(id, threads, true); }

@@ -74,6 +74,7 @@ struct Fiber {
   const char* waits_for = "";
   u32 waits_at = 0;            // of an mbarrier, its address
   u64 fenced = 0;              // when it last made its writes visible to the copy engine
+  u32 interval = 1;            // between places where threads meet
   std::vector<Action> copies;  // cp.async that have not arrived, nor been committed
   std::deque<std::vector<Action>> copy_groups;  // committed
   std::vector<Action> stores;                   // bulk copies to global memory, not committed
@@ -115,6 +116,7 @@ struct Warp {
 
 struct NamedBarrier {
   u32 arrived = 0, threads = 0, generation = 0;
+  u64 place = 0;  // of the program, where it is __syncthreads
   bool all = true, result = true;
 };
 
@@ -122,6 +124,12 @@ struct NamedBarrier {
 struct Write {
   u64 time = 0;
   u32 thread = 0;
+};
+
+// Lanes of a warp that have touched 4 bytes of shared memory, in an interval between places where
+// they meet.
+struct Touch {
+  u32 interval = 0, warp = 0, lanes = 0;
 };
 
 struct Cta {
@@ -134,8 +142,10 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<Action> copies;  // in flight, in any order
   std::vector<Write> writes;   // of shared memory
-  std::vector<u32> unfenced;   // mbarriers that the copy engine may not see yet
-  u64 time = 0;                // counts writes and fences
+  std::vector<Touch> read, written;
+  bool has_mbarriers = false;
+  std::vector<u32> unfenced;  // mbarriers that the copy engine may not see yet
+  u64 time = 0;               // counts writes and fences
   std::mt19937_64 random;
   Fiber* current = nullptr;
   jmp_buf scheduler;

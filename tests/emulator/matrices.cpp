@@ -296,6 +296,7 @@ void warp_multiply(Format format, Format format_b, float* acc, const u32 (&a)[4]
 
 void load_matrices(u32* fragment, u32 address, bool transposed) {
   Matrices mine{fragment, address};
+  touch_read(address, 16);
   if (transposed) {
     collective("ldmatrix.trans", &mine, move_matrices<false, true, 4>);
   } else {

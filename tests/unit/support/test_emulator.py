@@ -119,6 +119,48 @@ FAULTS = {
 }  # fmt: skip
 
 
+# Faults of kernels by products of warps, whose threads copy what they read.
+FAULTS_OF_WARPS = {
+    "warps meet at __syncthreads by ways of their own": (
+        "named_barrier_sync(1, kThreads);", "__syncthreads();",
+        "meet at different places of __syncthreads",
+    ),
+    "a lane's copy overtakes another's read": (
+        "    __syncwarp();\n    if (block < begin) return;", "    if (block < begin) return;",
+        "no __syncwarp between a read at .* and a write",
+    ),
+    "a copy of some of its bytes": (
+        "const int present = there ? kBytes : 0;",
+        "const int present = there ? kBytes - 2 : 0;", "a copy of 4 bytes from .*, 2 of them",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS_OF_WARPS)
+def test_fault_of_warps_is_found(name, tmp_path, monkeypatch):
+    """A bias lies in shared memory of each warp, and the last rows are a part of a tile."""
+    before, after, found_as = FAULTS_OF_WARPS[name]
+    rewrite, places = instructions.rewrite, []
+
+    def break_first(source: str) -> str:
+        places.append(source.count(before))
+        return rewrite(source.replace(before, after))
+
+    q = torch.randn(1, 130, 2, 128).bfloat16()
+    bias = torch.randn(130, 130).bfloat16()
+    monkeypatch.setattr(device, "ARCH", "sm_90")
+    monkeypatch.setattr(instructions, "rewrite", break_first)
+    message = "not found"
+    with device.emulated(device.Emulator(tmp_path)):
+        try:
+            attngen.attention(q, q, q, bias=bias, backend="cuda")
+        except AssertionError as error:
+            message = str(error)
+    assert sum(places), "nothing was broken"
+    assert re.search(found_as, message), message
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulator")
