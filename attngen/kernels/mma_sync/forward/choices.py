@@ -90,9 +90,12 @@ WIDE_CHOICES = (
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
 SCALED_BLOCK = 32  # keys whose tokens have scales: of 64 kernels spill 24 to 900 bytes
 # Keys of 8 bits that become 16: of 64 kernels spill 40 to 1,400 bytes. Measured -4 % at 128, +2 and
-# +13 % at 192, +2 and -3 % at 256, full and causal, over larger blocks; -17 and -13 % at 64.
+# +13 % at 192, +2 and -3 % at 256, full and causal, over larger blocks; -17 and -13 % at 64, where
+# only what scores add calls for it: of 96 kernels spill up to 588 bytes then.
 CONVERTED_BLOCK = 32
-SCALED_LIMIT = 164  # registers of operands beside them: of 168, 60 to 92 bytes
+# Registers of operands beside scales of tokens: of 168, 60 to 92 bytes. Beside scores of keys that
+# become 16 bits, too: up to 132 bytes.
+SCALED_LIMIT = 164
 
 
 def row_bytes(head_dim: int, dtype: DType) -> int:
@@ -115,11 +118,16 @@ def own_columns(problem: Problem, choice: Choice) -> int:
     return BOX_BYTES // DTYPE_BYTES[problem.dtype_kv] * -(-boxes // choice.parts)
 
 
+def converts(problem: Problem, target: Target) -> bool:
+    """Whether operands of 8 bits become 16, as the target's products of warps take no others."""
+    return problem.eight_bit and not target.warp_fp8
+
+
 def choices(problem: Problem, target: Target) -> Iterator[Choice]:
     """The choices worth trying, the preferred first."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     largest_block = SCALED_BLOCK if problem.token_scales else CHOICES[0].block
-    if problem.eight_bit and not target.warp_fp8 and largest > WIDE:
+    if converts(problem, target) and (largest > WIDE or problem.scores):
         largest_block = CONVERTED_BLOCK
     for choice in CHOICES:
         if (choice.stages == 1 or largest <= WIDE) and choice.block <= largest_block:
@@ -137,7 +145,7 @@ def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
 
 def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where registers or shared memory do not hold it."""
-    registers, limit = operand_registers(problem, choice), limit_of(problem, choice)
+    registers, limit = operand_registers(problem, choice), limit_of(problem, choice, target)
     tile, columns = choice.tile, own_columns(problem, choice)
     if columns > OWN_COLUMNS or choice.parts > 1 and columns >= problem.head_dim_v:
         return None
@@ -176,13 +184,14 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     )
 
 
-def limit_of(problem: Problem, choice: Choice) -> int:
+def limit_of(problem: Problem, choice: Choice, target: Target) -> int:
     """Registers a thread has for its operands."""
     crowded = problem.gather and problem.dropout
     masked = problem.attn_mask and (bool(problem.scores) or problem.asks_mask)
     limit = OPERANDS.get(choice.registers, 0) - masked * MASKED_SCORES
     limit -= crowded * CROWDED[choice.stages]
-    return min(limit, SCALED_LIMIT) if problem.token_scales else limit
+    scaled = problem.token_scales or (converts(problem, target) and bool(problem.scores))
+    return min(limit, SCALED_LIMIT) if scaled else limit
 
 
 def explain(
