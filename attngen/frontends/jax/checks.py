@@ -62,8 +62,11 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
         value = getattr(call, name)
         if isinstance(value, jax.core.Tracer):
             yield f"{name} needs a number that is known while tracing; got a traced array"
-        elif value is not None and not isinstance(value, (int, float)):
+        elif not (isinstance(value, (int, float)) or value is ROWS[name].default):
             yield f"{name} needs a number; got {type(value).__name__}"
+    for name in names("flag"):
+        if not hasattr(value := getattr(call, name), "__bool__"):
+            yield f"{name} needs True or False; got {quoted(value)}. Pass one, or leave it out."
     for name in names("word"):
         if not isinstance(value := getattr(call, name), str):
             given = named(as_given(value)) if is_array(value) else quoted(value)
@@ -88,6 +91,8 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
         yield f"out_layout={call.out_layout!r} belongs to tensors of torch; XLA lays arrays out"
     if call.deterministic not in (None, True, False):
         yield f"deterministic needs True, False or None; got {call.deterministic!r}"
+    if call.bottom_right not in (None, True, False):
+        yield f"bottom_right needs True, False or None; got {quoted(call.bottom_right)}"
     if not _is_window(call.window):
         yield f"window needs two sides, each −1, None or keys; got {call.window!r}"
 
@@ -121,6 +126,8 @@ def _word_violations(call: AttentionCall) -> Iterator[str]:
         yield "bias_type='alibi' takes no bias; pass alibi_slopes=True to have both"
     if call.bias_type == "alibi" and call.alibi_slopes is False:
         yield "bias_type='alibi' contradicts alibi_slopes=False. Leave one of them out."
+    if call.bottom_right is False and call.mask.endswith("bottom_right"):
+        yield f"mask={call.mask!r} aligns to the bottom right; got bottom_right=False"
     if call.bias is not None and (dtype := as_given(call.bias).dtype) not in FLOATS:
         yield f"bias needs floats; got {dtype}. Pass booleans as attn_mask."
 

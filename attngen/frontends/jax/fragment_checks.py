@@ -26,8 +26,8 @@ IsArray = Callable[[object], bool]
 def fragment_violations(call: AttentionCall, is_array: IsArray) -> Iterator[str]:
     """Find what is wrong with the masks and scores of a call, and with their numbers. Dtypes and
     shapes of arrays are those of operands, which are checked as such."""
-    named = call.score_mod if isinstance(call.score_mod, str) and call.score_mod else False
-    if call.mask in PLAIN_MASKS and not (named or call.fragment_arguments):
+    named = call.score_mod if isinstance(call.score_mod, str) else False
+    if call.mask in PLAIN_MASKS and named is False and not call.fragment_arguments:
         return
     if not is_mask(call.mask):
         yield no_mask(call.mask)

@@ -31,6 +31,8 @@ from .dropout import random_bytes
 from .fp8 import dequantised, is_per_token, stored, value_scales, weights
 from .places import Carriers, placed, returned
 
+_FARTHEST = 1 << 30  # of two positions from each other
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         name: getattr(jnp, name)
@@ -180,9 +182,9 @@ def seen(call: Attention) -> Array:
     causal = "causal" in masks_of(arguments.mask).fragments
     right = 0 if causal else arguments.window_right
     if arguments.window_left >= 0:
-        found = found & (j >= diagonal - arguments.window_left)
+        found = found & (j >= diagonal - min(arguments.window_left, _FARTHEST))
     if right >= 0:
-        found = found & (j <= diagonal + right)
+        found = found & (j <= diagonal + min(right, _FARTHEST))
     found = found[:, None]
     for each in fragments_of(arguments.mask, None):
         if each.name != "causal":

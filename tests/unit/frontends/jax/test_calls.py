@@ -56,6 +56,11 @@ def test_arguments_are_those_of_the_table() -> None:
         ({"score_mod": "softcap"}, "score_mod 'softcap' is asked for by a field of its own"),
         ({"score_mod": 3}, "score_mod needs a function; got 3"),
         ({"mask_mod": lambda i, j: i >= j}, "mask_mod is called as mask_mod(b, h, i, j)"),
+        ({"mask": "causal_bottom_right", "bottom_right": False}, "aligns to the bottom right"),
+        ({"bottom_right": "yes"}, "bottom_right needs True, False or None; got 'yes'"),
+        ({"return_lse": "yes"}, "return_lse needs True or False; got 'yes'"),
+        ({"dropout_p": None}, "dropout_p needs a number; got NoneType"),
+        ({"score_mod": ""}, "score_mod '' is unknown"),
         ({"mask": "padding"}, "needs the lengths of k and v"),
         ({"softmax": "learnable"}, "softmax='learnable' needs sink float32 [h_q]"),
         ({"dropout_p": 0.1}, "needs rng_state"),
@@ -152,3 +157,9 @@ def test_process_without_torch_calls_attention() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "(1, 2, 1, 8)", done.stderr
+
+
+def test_windows_of_more_keys_than_integers_count_are_unbounded() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 16))
+    found = attention(x, x, x, window=(1 << 40, 1 << 40))
+    assert jnp.allclose(found, attention(x, x, x), atol=1e-6)
