@@ -147,9 +147,11 @@ def choices(problem: Problem) -> Iterator[Choice]:
     if problem.eight_bit:
         yield from choices_8bit(problem)
         return
-    consumers, light = consumers_of(problem), LIGHT_SCORES.issuperset(problem.scores)
+    consumers = consumers_of(problem)
+    light = LIGHT_SCORES.issuperset(problem.scores) and not problem.asks_mask
     take_turns, softmax = takes_turns(problem, consumers), softmax_order(problem)
-    # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
+    # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them, nor
+    # have those that ask a mask's program (84 to 104 bytes of spills at 192).
     q_places = [(False, False)] if consumers > 2 else [(False, False), (False, True)]
     if consumers == 2 and light and _largest_dim(problem) <= MAX_HEAD_DIM:
         q_places.insert(0, (True, False))
