@@ -24,6 +24,7 @@ CASES = [
     ((100, 52), (90, 80), (0, 30, 80), {}),  # which threads copy
     ((264, 72), (150, 200), (0, 70, 200), {"softcap": 3.0}),  # whose columns warpgroups share
     ((300, 77), (90, 80), (0, 30, 80), {}),
+    ((512, 512), (70, 90), (0, 40, 90), {}),  # read in parts, as registers are few
 ]
 # Head dims of packed parts, and what they say.
 PACKED = [((64, 64), {}), ((128, 128), {"softcap": 3.0}), ((100, 52), {}), ((192, 128), {})]

@@ -20,6 +20,8 @@ from tests.support.cache_kit import ARCH
 
 KNOWN = features.scan()
 REGISTERS = 504  # of three warpgroups, as a launch gives them out
+JOINS = {"out_dtype": "fp32", "positions": True, "continues": True}
+CAPPED = {"window": True, "softcap": True}
 
 
 def plan_of(head_dim=512, **fields):
@@ -60,8 +62,14 @@ def test_registers_of_three_warpgroups_are_those_of_a_launch():
         {"head_dim": 576, "head_dim_v": 512, "gather": True, "softcap": True},
         {"head_dim": 576, "head_dim_v": 512, "gather": True, "window": True, "dropout": True},
         {"gather": True, "seqused": True, "dropout": True, "return_max_logit": True},
+        {"layout": "thd", "dtype": "fp16", **JOINS},
+        {"layout": "thd", "mask": "causal", "window": True, "gather": True, **JOINS},
+        {"head_dim": 576, "head_dim_v": 512, "mask": "causal", "gather": True, **CAPPED},
     ],
-    ids=["capped", "packed", "gathered", "gathered window", "gathered lengths"],
+    ids=[
+        *("capped", "packed", "gathered", "gathered window", "gathered lengths"),
+        *("joined", "gathered joined", "gathered capped"),
+    ],
 )
 def test_kernel_compiles_without_spills(fields):
     plan, problem = plan_of(**fields)

@@ -58,12 +58,14 @@ class Weights:
 class JoinedColumns:
     """Columns of an output that join those that are there. Strings are C++.
 
-    columns: how many; first_column: the first, empty where it is 0. first_token: that of a
-    sequence, empty where all have one length.
+    columns: how many; first_column: the first, empty where it is 0. joined: that are read at once,
+    in_parts: fewer than all. first_token: that of a sequence, empty where all have one length.
     """
 
     columns: str = "kHeadDimV"
     first_column: str = ""
+    joined: str = "kHeadDimV"
+    in_parts: bool = False
     first_token: str = ""
 
 

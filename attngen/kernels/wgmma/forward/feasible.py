@@ -189,7 +189,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if choice.shares_output:
         several = features & {"heavy", "bias", "attn_mask", "random", "lengths"}
         copies_bits = features >= {"gather", "lengths"} and "plain" not in features
-        if len(several) > 2 or copies_bits:
+        copies_heavy = features >= {"gather", "lengths", "heavy"}
+        if len(several) > 2 or copies_bits or copies_heavy:
             return SHARED_SEVERAL
         return SHARED_HEAVY if "heavy" in features else SHARED_OPERANDS
     limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())

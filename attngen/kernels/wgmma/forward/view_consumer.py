@@ -164,9 +164,10 @@ class Output:
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
     releases queries. joins: it joins what is there; joins_ahead: which is read before the last
-    product is awaited, as registers allow; first_token: C++, of a sequence of an output that joins,
-    empty where all have one length. lse_row: C++, where a head's LSE begins. keep_factor:
-    C++, by what rows are multiplied for what dropout leaves of their weights; empty without.
+    product is awaited, as registers allow; joined: C++, columns read at once; in_parts: fewer than
+    all. first_token: C++, of a sequence of an output that joins, empty where all have one length.
+    lse_row: C++, where a head's LSE begins. keep_factor: C++, by what rows are multiplied for what
+    dropout leaves of their weights; empty without.
     """
 
     columns: str
@@ -179,6 +180,8 @@ class Output:
     one_releases_q: bool
     joins: bool
     joins_ahead: bool
+    joined: str
+    in_parts: bool
     first_token: str
     lse_row: str
     keep_factor: str
@@ -377,8 +380,9 @@ def output_of(problem: Problem, plan: Plan) -> Output:
     """How the output leaves."""
     float32, over_q = problem.dtype_o == "fp32", plan.pipeline.output_over_q
     consumers = plan.pipeline.consumers
+    columns = "kOwnColumns" if rest_columns(problem, plan) else "kHeadDimV"
     return Output(
-        columns="kOwnColumns" if rest_columns(problem, plan) else "kHeadDimV",
+        columns=columns,
         first_column="",
         stores_rows=plan.stores_rows,
         rows_of_16_bits=plan.stores_rows and not float32,
@@ -389,6 +393,8 @@ def output_of(problem: Problem, plan: Plan) -> Output:
         joins=problem.continues,
         first_token="q_sequence(p).first_token(ctx.batch)" if problem.varlen else "",
         joins_ahead=problem.continues and problem.head_dim_v <= JOINED_AHEAD and consumers < 4,
+        joined=columns,
+        in_parts=False,
         lse_row=lse_row(problem),
         keep_factor=keep_factor(problem),
     )

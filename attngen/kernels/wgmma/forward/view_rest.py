@@ -9,6 +9,9 @@ from .plan import Plan
 from .traits import rest_columns
 from .view_consumer import Output, output_of
 
+# Columns of an output that is there, which are read at once: all would spill beside 256.
+JOINED = "32"
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -23,5 +26,11 @@ def rest_of(problem: Problem, plan: Plan) -> Rest | None:
     """Columns that a second warpgroup has of the output; None where there is none."""
     if not (columns := rest_columns(problem, plan)):
         return None
-    own = output_of(problem, plan)
-    return Rest(columns, replace(own, columns="kRestColumns", first_column="kOwnColumns"))
+    leaves = replace(
+        output_of(problem, plan),
+        columns="kRestColumns",
+        first_column="kOwnColumns",
+        joined=JOINED,
+        in_parts=True,
+    )
+    return Rest(columns, leaves)
