@@ -59,7 +59,7 @@ def test_kernels_compile_or_lack_8_bits_or_wide_heads(problem: Problem, arch: st
     ids=lambda each: each.label,
 )
 def test_forwards_in_8_bits_keep_little_where_both_operands_become_16(problem: Problem) -> None:
-    """Of the target that tests force on Hopper, whose products of warps take no 8 bits."""
+    """The target is what tests force on Hopper, whose products of warps take no 8 bits."""
     for plan in kernels(problem, "sm_90"):
         spills, accesses = figures_of(problem, plan, "sm_90")
         assert spills <= MOST_SPILLS and accesses <= MOST_ACCESSES, plan.family
