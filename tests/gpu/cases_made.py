@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 import attngen
+from attngen.frontends.pytorch.callables import bits
 
 from . import gradients, oracle, oracle_fp8
 from .test_fp8_token_scales import scaled
@@ -16,14 +19,17 @@ from .test_made_masks import HEADS, KEYS, MODS, ROWS
 
 @dataclass(frozen=True)
 class MadeMaskCase:
-    """A call with its gradients, whose mask is a callable's, by its name among `MODS`."""
+    """A call with its gradients, whose mask is a callable's, by its name among `MODS`. asked:
+    whether kernels ask its program, for which there are no bits."""
 
     name: str
     d: int
     deterministic: bool = False
+    asked: bool = False
 
     def __str__(self) -> str:
-        return f"made-{self.name}-d{self.d}{'-deterministic' * self.deterministic}"
+        kind = "asked" if self.asked else "made"
+        return f"{kind}-{self.name}-d{self.d}{'-deterministic' * self.deterministic}"
 
     @property
     def spec(self) -> attngen.AttentionSpec:
@@ -39,10 +45,12 @@ class MadeMaskCase:
         d_o = oracle.randn(2, ROWS, HEADS, self.d, dtype=operands[0].dtype, seed=5)
         leaves = [x.to(device).requires_grad_() for x in operands]
         more: dict[str, Any] = {"deterministic": self.deterministic, "backend": "cuda"}
-        out, aux = attngen.attention(
-            *leaves, mask_mod=MODS[self.name](device), return_lse=True, **more
-        )
-        found = torch.autograd.grad(out, leaves, d_o.to(device))
+        limit = {bits.VARIABLE: "0"} if self.asked else {}
+        with mock.patch.dict(os.environ, limit):
+            out, aux = attngen.attention(
+                *leaves, mask_mod=MODS[self.name](device), return_lse=True, **more
+            )
+            found = torch.autograd.grad(out, leaves, d_o.to(device))
         mod = {"mask_mod": MODS[self.name](torch.device("cpu"))}
         truth = oracle.truth(*operands, **mod)
         oracle.check(out.detach().cpu(), aux.lse.detach().cpu(), truth)
@@ -79,6 +87,8 @@ class TokenCase:
 CASES = (
     MadeMaskCase("documents", 128),
     MadeMaskCase("islands", 64, deterministic=True),
+    MadeMaskCase("documents", 80, asked=True),
+    MadeMaskCase("islands", 128, deterministic=True, asked=True),
     TokenCase(128, "causal"),
     TokenCase(64),
 )
