@@ -8,27 +8,30 @@ what NCCL copies with is to be ready before the kernel that it is to run beside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....call.context.rounds import OWN, Round, Rounds
 from ....call.context.steps import Part, Span
 from .messages import Around, Gathered, Pair, Visit
+from .streams import Beside
 
 AHEAD = 2  # rounds
 
 
-def forward_rounds(messages: Around | Gathered, k: Tensor, v: Tensor) -> Iterator[list[Visit]]:
-    """Keys as parts of a forward read them, of a round or of a step."""
+def forward_rounds(
+    messages: Around | Gathered, k: Tensor, v: Tensor
+) -> Generator[list[Visit], None, None]:
+    """Keys as parts of a forward read them, of a round or of a step; to be closed."""
     if not isinstance(messages, Around) or messages.rounds is None:
         yield from ([visit] for visit in messages.visits(k, v))
         return
-    for _, visits in Arriving(messages, messages.rounds, k, v).rounds():
-        yield visits
+    with closing(Arriving(messages, messages.rounds, k, v).rounds()) as rounds:
+        for _, visits in rounds:
+            yield visits
 
 
 class Arriving:
@@ -36,13 +39,20 @@ class Arriving:
 
     def __init__(self, around: Around, rounds: Rounds, k: Tensor, v: Tensor) -> None:
         self._around, self._rounds, self._k, self._v = around, rounds, k, v
-        self._beside = _stream_beside(k)
+        self._beside = Beside(k, "messages")
         self._memory: dict[int, Pair] = {}
         self._requests: dict[int, list[Any]] = {}
         self._own: Pair | None = None  # as they are sent
 
-    def rounds(self) -> Iterator[tuple[Round, list[Visit]]]:
-        """Each round, and the keys of each of its parts."""
+    def rounds(self) -> Generator[tuple[Round, list[Visit]], None, None]:
+        """Each round, and the keys of each of its parts. Once it is closed the current stream waits
+        for all that is asked for."""
+        try:
+            yield from self._all_rounds()
+        finally:  # as capture of a graph wants it
+            self._beside.end()
+
+    def _all_rounds(self) -> Iterator[tuple[Round, list[Visit]]]:
         rounds = self._rounds.rounds
         for number in range(1, AHEAD):
             self._ask(number)
@@ -51,16 +61,10 @@ class Arriving:
             for request in self._requests.pop(number, ()):
                 request.wait()
             if each.region is not None:
-                self._join()  # what was copied beside, which no message may have waited for
+                self._beside.end()  # with copies, which no message may have waited for
             yield each, [self._visit(each, part) for part in each.parts]
             needed = {x.region for x in rounds[number + 1 :]}
             self._memory = {n: x for n, x in self._memory.items() if n in needed}
-        self._join()  # as a capture of a graph wants it
-
-    def _join(self) -> None:
-        """Have the current stream wait for what the one beside has begun but messages."""
-        if self._beside is not None:
-            torch.cuda.current_stream(self._k.device).wait_stream(self._beside)
 
     def _visit(self, each: Round, part: Part) -> Visit:
         """The keys that a part of a round reads."""
@@ -80,7 +84,8 @@ class Arriving:
         places = self._rounds.regions[each.region].places
         fresh = each.region not in self._memory
         region = self._region(each.region)
-        with self._on_stream_beside():
+        self._beside.begin()  # behind what was computed by now
+        with self._beside.current():
             if self._own is None:
                 k, v = (x.transpose(0, 1).contiguous() for x in (self._k, self._v))
                 self._own = k, v
@@ -89,13 +94,6 @@ class Arriving:
                     x[slice(*places[OWN])].copy_(own[: len(places[OWN])])
             rooms = {n: cut_pair(region, places[n]) for n in each.steps if n in places}
             self._requests[number] = self._around.ask(each.steps, self._own, rooms)
-
-    def _on_stream_beside(self) -> AbstractContextManager[Any]:
-        """The stream for messages, behind what was computed by now; the current one on a CPU."""
-        if self._beside is None:
-            return nullcontext()
-        self._beside.wait_stream(torch.cuda.current_stream(self._k.device))
-        return torch.cuda.stream(self._beside)
 
     def _region(self, number: int) -> Pair:
         """Memory of a region's keys and values, [t, b, h, d]."""
@@ -109,16 +107,3 @@ def cut_pair(pair: Pair, place: Span) -> Pair:
     """Some keys and values of [t, b, h, d]."""
     k, v = pair
     return k[slice(*place)], v[slice(*place)]
-
-
-def _stream_beside(x: Tensor) -> torch.cuda.Stream | None:
-    """A stream of the tensor's device for messages, the same for all calls; None on a CPU."""
-    if not x.is_cuda:
-        return None
-    place = x.get_device()
-    if place not in _streams:
-        _streams[place] = torch.cuda.Stream(x.device)
-    return _streams[place]
-
-
-_streams: dict[int, torch.cuda.Stream] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,8 +162,8 @@ def _by_parts(
     rounds = call.messages.rounds if isinstance(call.messages, Around) else None
     several = rounds is not None and running.begins(call.features.joins, q.dtype)
     lanes = Lanes(q, 0 if rounds is None else rounds.cut, several)
-    with lanes:
-        for visits in forward_rounds(call.messages, k, v):
+    with lanes, closing(forward_rounds(call.messages, k, v)) as rounds_of_keys:
+        for visits in rounds_of_keys:
             lanes.begin()
             for at_hand, part in [(visit, part) for visit in visits for part in visit.parts]:
                 rows, mark = call.sequences[part.sequence], next(marks)

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from ....call.context.steps import Span
 from .messages import Pair
-
-_streams: dict[int, torch.cuda.Stream] = {}
+from .streams import Beside
 
 
 class Lanes:
@@ -27,40 +25,27 @@ class Lanes:
 
     def __init__(self, q: Tensor, cut: int, several: bool) -> None:
         self._cut = cut
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        if several and q.is_cuda:
-            self._streams = torch.cuda.current_stream(q.device), _stream_of(q)
+        self._beside = Beside(q, "queries that wait") if several else None
 
     def begin(self) -> None:
         """Let both go on with a round whose keys the current stream has waited for."""
-        if self._streams is not None:
-            here, beside = self._streams
-            beside.wait_stream(here)
+        if self._beside is not None:
+            self._beside.begin()
 
     @contextmanager
     def of(self, queries: Span, keys: Pair) -> Iterator[None]:
         """The stream for a part of these queries, which reads these keys."""
-        if self._streams is None or queries.end != self._cut:
+        if self._beside is None or queries.end != self._cut:
             yield
             return
-        _, beside = self._streams
-        with torch.cuda.stream(beside):
+        with self._beside.current():
             yield
         for x in keys:  # whose memory may go to others before all rounds have ended
-            x.record_stream(beside)
+            self._beside.keeps(x)
 
     def __enter__(self) -> Lanes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._streams is not None:
-            here, beside = self._streams
-            here.wait_stream(beside)
-
-
-def _stream_of(x: Tensor) -> torch.cuda.Stream:
-    """A stream of the tensor's device, the same one for all calls."""
-    place = x.get_device()
-    if place not in _streams:
-        _streams[place] = torch.cuda.Stream(x.device)
-    return _streams[place]
+        if self._beside is not None:
+            self._beside.end()

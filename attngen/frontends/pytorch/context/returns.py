@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -133,20 +134,23 @@ def sums_of_rounds(
         for span, (dk, dv) in found:
             sums.add(span, (dk.transpose(0, 1), dv.transpose(0, 1)))
 
-    for each, visits in Arriving(around, rounds, k, v).rounds():
-        made: dict[int, Pair] = {}
-        for visit in visits:
-            (span,) = visit.spans
-            if each.region is None:
-                place = sums.place(span)
-                sums.take(span, made_of(replace(visit, into=place)), place)
-                continue
-            pair, places = made_of(visit), rounds.regions[each.region].places
-            made |= {n: _sent(pair, span, places[n]) for n in each.steps if _has(span, places, n)}
-        if each.steps:
-            returning.append(around.give(each.steps, made, like, travels))
-        while len(returning) > AHEAD:
-            finish()
+    with closing(Arriving(around, rounds, k, v).rounds()) as arriving:
+        for each, visits in arriving:
+            made: dict[int, Pair] = {}
+            for visit in visits:
+                (span,) = visit.spans
+                if each.region is None:
+                    place = sums.place(span)
+                    sums.take(span, made_of(replace(visit, into=place)), place)
+                    continue
+                pair, places = made_of(visit), rounds.regions[each.region].places
+                made |= {
+                    n: _sent(pair, span, places[n]) for n in each.steps if _has(span, places, n)
+                }
+            if each.steps:
+                returning.append(around.give(each.steps, made, like, travels))
+            while len(returning) > AHEAD:
+                finish()
     while returning:
         finish()
     return sums.end(result)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attngen.call.context.steps import Span
-from attngen.frontends.pytorch.context import lanes as context_lanes
+from attngen.frontends.pytorch.context import streams
 from attngen.frontends.pytorch.context.lanes import Lanes
 
 
@@ -44,7 +44,7 @@ def test_queries_that_wait_have_a_stream_of_their_own() -> None:
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda _: here),
         mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.dict(context_lanes._streams, {0: beside}),  # type: ignore[dict-item]
+        mock.patch.object(streams, "stream_of", lambda *_: beside),
     ):
         lanes = Lanes(q, 6, several=True)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="a part fails"), lanes:
