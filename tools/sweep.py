@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import random
 import sys
 import time
@@ -29,21 +30,23 @@ from attngen.errors import AttngenError  # noqa: E402
 from attngen.fragments import features  # noqa: E402
 from attngen.kernels.plan import plans  # noqa: E402
 from attngen.spec import resolve  # noqa: E402
-from attngen.spec.attention_spec import AttentionSpec  # noqa: E402
+from attngen.spec.attention_spec import MAX_HEAD_DIM, AttentionSpec  # noqa: E402
 from attngen.spec.problem import Problem  # noqa: E402
 
 MOST_BYTES = 90_000  # of a cubin in a bundle, of 100 kB with what the manifest says of it
 LAYOUTS = ("bshd", "bshd", "bshd", "thd", "thd", "thd_bshd_bshd")
 PAGED = ("paged_kv_bshd_bshd_bshd", "paged_kv_thd_bshd_bshd")
 HEAD_DIMS = (64, 128, 192, 256, *range(8, 257, 8), 1, 37, 100, 251)
+WIDE_HEAD_DIMS = (264, 320, 384, 448, 512, 576, 64, 128, 300, 511)
 # Of the specs that ask for a feature; for others 0.4.
 SHARES = {"decode": 0.2, "gather": 0.15, "score_mod": 0.0, "mask_mod": 0.0}
 FORWARD_ONLY = ("decode", "return_max_logit")
 
 
-def draw(choose: random.Random) -> AttentionSpec:
+def draw(choose: random.Random, head_dims: tuple[int, ...] = HEAD_DIMS) -> AttentionSpec:
     """Any spec that has kernels: a random one, fields that have none at their nearest values. Two
     fifths are backwards, which ask for nothing that only a forward has."""
+    wide = max(head_dims) > MAX_HEAD_DIM  # of 16 bits alone
     backward = choose.random() < 0.4
     fields = dataclasses.fields(AttentionSpec)
     names = [each.name for each in fields if isinstance(each.default, bool)]
@@ -51,12 +54,14 @@ def draw(choose: random.Random) -> AttentionSpec:
     switches: dict[str, Any] = {n: choose.random() < SHARES.get(n, 0.4) for n in names}
     if backward:
         switches |= dict.fromkeys(FORWARD_ONLY, False)
-    head_dim = choose.choice(HEAD_DIMS)
+    head_dim = choose.choice(head_dims)
     spec = AttentionSpec(
         head_dim=head_dim,
-        head_dim_v=choose.choice((head_dim, head_dim, choose.choice(HEAD_DIMS))),
-        dtype=choose.choice(("bf16", "fp16") if backward else ("bf16", "fp16", "e4m3", "e5m2")),
-        kv_dtype=None if backward else choose.choice((None, None, None, "e4m3", "e5m2")),
+        head_dim_v=choose.choice((head_dim, head_dim, choose.choice(head_dims))),
+        dtype=choose.choice(
+            ("bf16", "fp16") if backward or wide else ("bf16", "fp16", "e4m3", "e5m2")
+        ),
+        kv_dtype=None if backward or wide else choose.choice((None, None, None, "e4m3", "e5m2")),
         out_dtype=None if backward else choose.choice((None, None, None, "fp32")),
         layout=choose.choice(LAYOUTS if backward else (*LAYOUTS, *PAGED)),
         mask=choose.choice(("none", "causal")),
@@ -69,6 +74,30 @@ def draw(choose: random.Random) -> AttentionSpec:
     while resolve.find_violations(spec, known):
         spec = resolve.nearest(spec, known)
     return spec
+
+
+def crossing(problems: Iterable[Problem], count: int) -> list[Problem]:
+    """So many of the problems, each of which has most pairs of features that none before has."""
+    left, met, found = list(problems), set[tuple[str, str]](), list[Problem]()
+
+    def pairs(problem: Problem) -> set[tuple[str, str]]:
+        return {*itertools.combinations(sorted({problem.direction, *problem.label.split("_")}), 2)}
+
+    while left and len(found) < count:
+        best = max(left, key=lambda each: len(pairs(each) - met))
+        left.remove(best)
+        found.append(best)
+        met |= pairs(best)
+    return found
+
+
+def wide_sample(count: int, seed: int) -> list[Problem]:
+    """So many problems of head dims above 256, crossed, always the same for a seed."""
+    choose, found = random.Random(seed), dict[Problem, None]()
+    while len(found) < 10 * count:
+        drawn = resolve.resolve(draw(choose, WIDE_HEAD_DIMS), features.scan())
+        found.update((x, None) for x in drawn if max(x.head_dim_qk, x.head_dim_v) > MAX_HEAD_DIM)
+    return crossing(found, count)
 
 
 def sample(count: int, seed: int) -> list[Problem]:
@@ -115,9 +144,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=24, help="problems")
+    parser.add_argument("--wide", action="store_true", help="head dims above 256")
     options = parser.parse_args()
     start, count = time.perf_counter(), 0
-    for line in failures(sample(options.count, options.seed)):
+    drawn = wide_sample if options.wide else sample
+    for line in failures(drawn(options.count, options.seed)):
         print(line, flush=True)
         count += 1
     print(f"{count} failures, {options.count} problems, {time.perf_counter() - start:.0f} s")

@@ -15,6 +15,7 @@ from attngen.spec.attention_spec import AttentionSpec
 from tools import sweep
 
 SM_REGISTERS = 65536
+WIDE_PROBLEMS = 12  # 40 kernels: a minute of CPU time
 # Everything a row of scores can ask for at once.
 CROWD: dict[str, Any] = {
     "attn_mask": True, "alibi": True, "softcap": True, "softmax": "learnable", "dropout": True
@@ -102,6 +103,19 @@ def test_check_names_what_may_not_ship(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(900)
 def test_sample_compiles_into_kernels_that_may_ship() -> None:
     assert list(sweep.failures(sweep.sample(24, seed=0))) == []
+
+
+def test_wide_sample_crosses_features_and_is_the_same_each_time() -> None:
+    problems = sweep.wide_sample(12, seed=0)
+    assert problems == sweep.wide_sample(12, seed=0) != sweep.wide_sample(12, seed=1)
+    assert all(max(each.head_dim_qk, each.head_dim_v) > 256 for each in problems)
+    assert {each.direction for each in problems} == {"fwd", "bwd"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_wide_sample_compiles_into_kernels_that_may_ship() -> None:
+    assert list(sweep.failures(sweep.wide_sample(WIDE_PROBLEMS, seed=0))) == []
 
 
 @pytest.mark.slow
