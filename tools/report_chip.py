@@ -105,8 +105,8 @@ def run_step(name: str, parts: Sequence[Sequence[str]], logs: Path, deadline: fl
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]
     running = []
     try:
-        for number, part in enumerate(parts, 1):
-            running.append(gpu_suite.start(part, gpu, logs / f"{name}-{number}.txt"))
+        for number, command in enumerate(parts, 1):
+            running.append(gpu_suite.start(command, gpu, logs / f"{name}-{number}.txt"))
         gpu_suite.finish(running, deadline)
     except KeyboardInterrupt:
         gpu_suite.finish(running, time.monotonic() + MOMENT)
