@@ -12,10 +12,10 @@ Runs repeat, bit by bit. `bench` (tools/context_bench.py): the time of a forward
 with its backward, beside an equal share of one GPU's. Both have one pool of processes
 (tools/context_pool.py): a case that raises, ends a process, or takes longer than `--limit` is
 wrong, and the next one has new processes; under torchrun each goes through all cases by itself.
-`simulate`: each rank's kernels, merges and
-sums by p2p, one rank after another on one GPU, without messages, beside that share; the longest
-rank's time counts. `memory`: what a rank of 8 allocates beside its operands for 1M tokens, forward
-and backward, without messages. All write docs/results/context-parallel.json, by the first rank.
+`simulate`: each rank's kernels, merges and sums by p2p, one rank after another on one GPU, without
+messages, beside that share, which is timed before and behind each of them; the longest rank's time
+counts. `memory`: what a rank of 8 allocates beside its operands for 1M tokens, forward and
+backward, without messages. All write docs/results/context-parallel.json, by the first rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,12 +44,12 @@ from attngen import parallel  # noqa: E402
 from attngen.call.context.order import Order, OrderName  # noqa: E402
 from tools.context_bench import COMMS, SHAPES, lengths_of, results, rows  # noqa: E402
 from tools.context_pool import Pool  # noqa: E402
-from tools.graphs import captured, milliseconds  # noqa: E402
+from tools.graphs import among, captured, turns  # noqa: E402
 from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
 HEADS, HEADS_KV, DIM = 16, 8, 128
-WINDOWS = 3  # in which each call is timed
+WINDOWS = 7  # in which each call is timed
 TOKENS = 8192  # of a rank, simulated
 SIMULATED, PACKED = (2, 4, 8), 16  # ranks; and sequences of packed calls
 LONG = 1 << 20  # tokens, of which memory is measured
@@ -204,9 +203,10 @@ def groups_of_two() -> tuple[Any, Any]:
 
 
 def simulate(shape: str, ranks: int, sequences: int = 1) -> dict[str, Any]:
-    """Times of a causal call's ranks, one after another, and an equal share of one call's, medians
-    of windows in turn, in milliseconds. All are replays of CUDA graphs, for which nobody waits for
-    the host. sequences: packed ones of all tokens, where they are several."""
+    """Times of a causal call's ranks, one after another, and an equal share of one call's, which
+    is timed before and behind each rank; medians of windows, in milliseconds. All are replays of
+    CUDA graphs, for which nobody waits for the host, in memory that they share. sequences: packed
+    ones of all tokens, where they are several."""
     *operands, d_out = SHAPES[shape].operands(TOKENS * ranks)
     given: dict[str, Any] = {"mask": "causal"}
     of_one = {**given}
@@ -239,13 +239,17 @@ def simulate(shape: str, ranks: int, sequences: int = 1) -> dict[str, Any]:
         "both": (both_of, lambda: results(alone, operands, d_out)),
     }
     for name, (of_rank, whole) in calls.items():
-        graphs = [captured(whole), *(captured(partial(of_rank, rank)) for rank in simulated)]
-        windows = [[*map(milliseconds, graphs)] for _ in range(WINDOWS)]
-        one, *times = map(statistics.median, zip(*windows, strict=True))
-        share = one / ranks
-        found |= {name: max(times), f"{name}, a share of one call's": share}
-        found[f"{name}, ratio"] = max(times) / share
-        found[f"{name}, ratio of each"] = [round(x / share, 4) for x in times]
+        pool = torch.cuda.graph_pool_handle()
+        one = captured(whole, pool)
+        calls_in_turn = [one]
+        for rank in simulated:
+            calls_in_turn += [captured(partial(of_rank, rank), pool), one]
+        alone_ms, times, spreads = among(turns(calls_in_turn, WINDOWS))
+        ratios = [x * ranks for x in times]
+        found |= {name: max(times) * alone_ms, f"{name}, a share of one call's": alone_ms / ranks}
+        found[f"{name}, ratio"] = max(ratios)
+        found[f"{name}, ratio of each"] = [round(x, 4) for x in ratios]
+        found[f"{name}, ratios differ by"] = round(max(spreads) * ranks, 4)
     return found
 
 

@@ -37,17 +37,20 @@ class InPlace(Around):
     """Keys of ranks that are all at hand, and sums of the gradients that are sent to each.
 
     held: of every rank; sums: of gradients that others make of its keys, to which these are added
-    where they are made, for checks; received: for times, by step what stands for gradients that
-    others send, which are added where they are received, None for checks.
+    where they are made, for checks; received: for times, by step and tokens what stands for
+    gradients that others send, which are added where they are received, None for checks. regions:
+    what came once; for times memory of all ranks alike, whose numbers are those of any.
     """
 
     held: list[Pair] = field(default_factory=list)
     sums: list[Pair] = field(default_factory=list)
-    received: dict[int, Pair] | None = None
-    regions: dict[int, Pair] = field(default_factory=dict)  # with what came once, by identity
+    received: dict[tuple[int, int], Pair] | None = None
+    regions: dict[object, Pair] = field(default_factory=dict)
     keeps_regions: bool = True
 
     def room(self, region: Region, k: Tensor, v: Tensor) -> Pair:
+        if self.received is not None:
+            return self._any_room(region, k)
         found = self.regions.get(id(region))
         if found is None:
             k_room, v_room = found = super().room(region, k, v)
@@ -60,6 +63,22 @@ class InPlace(Around):
                     own = x.transpose(0, 1)[slice(*span)]
                     room[slice(*place)] = own[: len(place)]
         return found
+
+    def _any_room(self, region: Region, k: Tensor) -> Pair:
+        """A region whose memory that of the same steps shares, of any rank in either direction,
+        with room for all keys of a rank for each step."""
+        steps = tuple(region.places)
+        if steps not in self.regions:
+            ranks = [self.held[(self.rank - n) % len(self.plans)] for n in steps]
+            empty = k.new_empty(0, *k.transpose(0, 1).shape[1:])
+            of_k, of_v = (
+                (torch.cat([x.transpose(0, 1) for x in each]) for each in zip(*ranks, strict=True))
+                if ranks
+                else (empty, empty)
+            )
+            self.regions[steps] = of_k, of_v
+        of_k, of_v = self.regions[steps]
+        return of_k[: region.tokens], of_v[: region.tokens]
 
     def ask(self, steps: Sequence[int], own: Pair, rooms: Mapping[int, Pair]) -> list[Any]:
         return []
@@ -84,11 +103,12 @@ class InPlace(Around):
         for number in steps:
             reader, _ = self.around(number)
             (span,) = self.spans(reader, number)
-            if len(span) and number not in self.received:
+            key = number, len(span)
+            if len(span) and key not in self.received:
                 dk, dv = (x.new_zeros(len(span), *x.shape[1:], dtype=dtype) for x in like)
-                self.received[number] = dk, dv
+                self.received[key] = dk, dv
             if len(span):
-                yield span, self.received[number]
+                yield span, self.received[key]
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Any:
         source = (self.rank - number) % len(self.plans)
@@ -172,15 +192,14 @@ def ranks_of(
         starts = given.get("cu_seqlens_q_padded", given["cu_seqlens_q"]).tolist()
         rooms = [b - a for a, b in pairwise(starts)]
     index = [torch.tensor(order.shard(r, rooms), device=device) for r in range(order.ranks)]
-    leaves = [
-        [x.index_select(axis, own).requires_grad_() for x in operands] for own in index
-    ]
+    leaves = [[x.index_select(axis, own).requires_grad_() for x in operands] for own in index]
     held: list[Pair] = []
     for _, k, v in leaves:
         k, v = (x.detach()[None] if packed else x.detach() for x in (k, v))
         held.append((k, v))
     for k, v in held:
         sums.append((torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()))
+    received, regions = dict[tuple[int, int], Pair](), dict[object, Pair]()
     for rank, (own, places) in enumerate(zip(leaves, index, strict=True)):
         own_q, own_k, own_v = own
         asked = asked_of(own_q, own_k, own_v, {**given, "backend": "cuda"}, order.ranks)
@@ -201,7 +220,8 @@ def ranks_of(
                 *(*known, *rounds),
                 held=held,
                 sums=sums,
-                received={} if receives else None,
+                received=received if receives else None,
+                regions=regions if receives else {},
                 keeps_regions=keeps_regions,
             )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)
