@@ -100,6 +100,7 @@ def cases(ranks: int) -> Iterator[Case]:
         {"mask": "causal_bottom_right", "softcap": 30.0},
         {"window": (300, 40)},
         {"mask": "causal", **dropped},
+        {"mask": "causal", "window": (512, 0)},
         {"mask": "causal", "softmax": "off_by_one", "deterministic": True},
     ]
     causal = {"mask": "causal"}
@@ -111,13 +112,17 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(comm, "contiguous", given=causal)
         yield Case(comm, lengths=(512, 256, 1280), given=causal)
         yield Case(comm, lengths=(512, 256, 1280), given={"mask": "causal", **dropped})
+        for given in ({}, {"window": (300, 40)}, {"mask": "causal", "window": (512, 0)}):
+            yield Case(comm, lengths=(512, 256, 1280), given=given)
+            yield Case(comm, lengths=(500, 250, 1280), given=given, padded=True)
         yield Case(comm, lengths=(500, 250, 1280), given=causal, padded=True)
         if not comm.startswith("a2a"):  # which have no rows of a bias
             biased = {"mask": "causal", "bias": True}
             yield Case(comm, lengths=(500, 250, 1280), given=biased, padded=True)
         yield Case(comm, given=causal, dtype=torch.float16)
-    yield Case("p2p", "striped", given=causal)
-    yield Case("a2a", "striped", given=causal)
+    for stripes in ("p2p", "a2a"):
+        yield from (Case(stripes, "striped", given=given) for given in ({}, causal))
+        yield Case(stripes, "striped", lengths=(512, 256, 1280), given=causal)
     if ranks <= MOST_LONG:  # as many queries a rank as let most of them wait for their keys
         long = (TOKENS * ranks,)
         yield Case("p2p", "dual_chunk", long, causal)

@@ -38,11 +38,16 @@ def fastest(asked: Asked, order: Order, ranks: int) -> Comm:
 
     Few keys for many queries are soon gathered, but their gradients have all ranks' rows to add up.
     As many heads of keys as of queries are much to send, to and fro, beside a share of them. Of
-    sequences with lengths of their own parts are launches each, but where heads are exchanged.
+    sequences with lengths of their own each step joins all rows' outputs for few keys, but where
+    heads are exchanged, or, which is computed and not timed, keys of calls that are not long are
+    gathered.
     """
     q, k, v = asked.q, asked.k, asked.v
-    if len(asked.lengths) > 1 and not against_heads(asked, ranks):
-        return "a2a"
+    if len(asked.lengths) > 1:
+        if not against_heads(asked, ranks):
+            return "a2a"
+        tokens = q.shape[0] * q.shape[1]
+        return "all_gather" if tokens < LONG and order.name != "striped" else "p2p"
     if q.shape[1] < LONG:
         return "p2p"
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -39,12 +39,22 @@ def test_auto_takes_what_wasfastest(
         assert fastest(asked, order, 2) in ("p2p", "all_gather")
 
 
-@pytest.mark.parametrize(("heads_kv", "expected"), [(2, "a2a"), (1, "p2p")])
-def test_sequences_of_lengths_of_their_own_are_one_launch(heads_kv: int, expected: str) -> None:
-    q, k = (torch.empty(64, n, 8, device="meta") for n in (4, heads_kv))
-    ends = torch.tensor([0, 32, 128])
+@pytest.mark.parametrize(
+    ("heads_kv", "tokens", "order", "expected"),
+    [
+        (2, 64, DUAL, "a2a"),
+        (1, 64, DUAL, "all_gather"),
+        (1, 64, STRIPED, "p2p"),
+        (1, LONG, DUAL, "p2p"),
+    ],
+)
+def test_sequences_of_lengths_of_their_own_join_few_outputs(
+    heads_kv: int, tokens: int, order: Order, expected: str
+) -> None:
+    q, k = (torch.empty(tokens, n, 8, device="meta") for n in (4, heads_kv))
+    ends = torch.tensor([0, 32, 2 * tokens])
     given = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    assert fastest(asked_of(q, k, k, given, 2), DUAL, 2) == expected
+    assert fastest(asked_of(q, k, k, given, 2), order, 2) == expected
 
 
 @pytest.mark.parametrize(
