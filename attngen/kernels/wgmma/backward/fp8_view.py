@@ -173,6 +173,7 @@ class Fp8View:
     boxes: Boxes
     dk: TensorView
     dv: TensorView
+    tells_visits: bool = False  # of key tiles, as loaders of 16 bits do
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,9 @@ class ForwardView:
 
     Fragments: fragment_sources: C++, their structs, each once. masks, score_list: as the common
     macros take them; score_list is None without scores. scores: what happens to scores. pair_mask:
-    there is an arbitrary mask; listed: which was made before, with its blocks. dropout, max_logit:
-    as the problem says. score_tile: the parameter of the tensor that scores read in tiles, or None.
+    where it finds an arbitrary mask; listed: which was made before, with its blocks. dropout,
+    max_logit: as the problem says. score_tile: the parameter of the tensor that scores read in
+    tiles, or None.
 
     Where data lies: gather: threads copy rows. paged: keys lie in pages. varlen: lengths are told
     on the device. q_side, kv_side: the two sequences. kv_fetch, kv_iteration: C++, structs.
