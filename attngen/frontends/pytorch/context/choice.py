@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, get_args
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ....call.context.order import Order
 from ....call.context.steps import is_aligned
 from ....errors import SpecError
+from ..routing import log
 from .calls import Asked
 from .plans import steps_around
 
@@ -27,9 +29,18 @@ def chosen(asked: Asked, order: Order, ranks: int) -> Comm:
     for comm in dict.fromkeys(candidates):
         reasons = against(comm, asked, order, ranks)
         if not reasons:
+            _log_choice(comm, refused)
             return comm
         refused += reasons
     raise SpecError([*dict.fromkeys(refused)])
+
+
+def _log_choice(comm: Comm, refused: list[str]) -> None:
+    """Say at level INFO which strategy is taken, and what is against those that came before it."""
+    if torch.compiler.is_compiling() or not log.isEnabledFor(logging.INFO):
+        return
+    why = "; ".join(dict.fromkeys(refused)) or "the first choice for calls of its kind"
+    log.info("comm='auto' takes %s: %s", comm, why)
 
 
 def fastest(asked: Asked, order: Order, ranks: int) -> Comm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,18 @@ def test_auto_takes_what_serves_stripes(
 ) -> None:
     q, k = (torch.empty(1, 32, n, 8) for n in (4, heads_kv))
     assert chosen(asked_of(q, k, k, given, 2), Order("striped", 2, stripe), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [(DUAL, "takes p2p: the first choice"), (STRIPED, "takes a2a: .*window")],
+)
+def test_auto_logs_what_it_takes_and_why(order: Order, expected: str, caplog: Any) -> None:
+    q, k = (torch.empty(1, 32, n, 8) for n in (4, 2))
+    caplog.set_level(logging.INFO, "attngen")
+    chosen(asked_of(q, k, k, {"window": (8, 0)}, 2), order, 2)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.search(expected, said)
 
 
 def test_auto_says_why_no_strategy_serves() -> None:
