@@ -72,6 +72,7 @@ DKV_QUERIES = (
     ("gather dropout paired", 48),
     ("widest", 48),
     ("widest bias heavy dropout", 32),
+    ("widest bias heavy attn_mask varlen", 32),
     ("ahead positions", 32),
     ("ahead dropout", 32),
     ("ahead heavy", 32),
