@@ -58,7 +58,7 @@ def turns(calls: Sequence[Callable[[], Any]], windows: int) -> list[list[float]]
 
 
 def among(times: Sequence[Sequence[float]]) -> tuple[float, list[float], list[float]]:
-    """What others take beside one call that is timed before and behind each of them.
+    """Times of others beside those of one call that is timed before and behind each of them.
 
     times: of each window: of the one call, another, the one, the next other, …, the one. Returns:
     the median time of the one; of each other the median of its ratios to the mean of the two beside

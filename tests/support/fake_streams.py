@@ -12,7 +12,7 @@ from attngen.frontends.pytorch.context import streams
 
 
 class CaptureError(RuntimeError):
-    """What a GPU would end capture with."""
+    """An error with which a GPU would end capture."""
 
 
 class Stream:
