@@ -164,3 +164,28 @@ def test_what_no_kernel_asks_is_refused_beyond_the_limit() -> None:
     for beside in ({"attn_mask": shown}, {"bias": torch.zeros_like(shown, dtype=q.dtype)}):
         with pytest.raises(attngen.SpecError, match="of bits"):
             attngen.attention(q, k, v, **given, **beside)
+
+
+def test_masks_without_bits_serve_no_call_that_reads_these() -> None:
+    """One call's mask is in use while another's, beside a bias, has the same function."""
+    q, k, v = oracle.operands(1, 2, 2, ROWS, KEYS, 64)
+    given: dict[str, Any] = {"mask_mod": turns(oracle.DEVICE), "backend": "cuda"}
+    bias = torch.zeros(ROWS, KEYS, dtype=q.dtype, device=oracle.DEVICE)
+    keeps = attngen.attention(q.clone().requires_grad_(), k, v, **given)
+    assert keeps.requires_grad
+    with pytest.raises(attngen.SpecError, match="of bits"):
+        attngen.attention(q, k, v, **given, bias=bias)
+
+
+def test_calls_that_are_known_follow_another_limit(monkeypatch) -> None:
+    tensors = oracle.operands(1, 2, 2, ROWS, KEYS, 64)
+    mod = turns(oracle.DEVICE)
+
+    def asks() -> bool:
+        with attngen.trace() as seen:
+            attngen.attention(*tensors, mask_mod=mod, backend="cuda")
+        return any(each.asks_mask for each, _ in seen.variants)
+
+    assert asks() and asks()
+    monkeypatch.delenv(bits.VARIABLE)
+    assert not asks()

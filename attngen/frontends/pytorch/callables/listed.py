@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....call.made_mask import is_asked
+from ....call.room import bytes_named
 from ....call.routing import spec_of_call
 from ....call.served import unserved
 from ....call.table import ROWS, AttentionCall, given_by, named
@@ -24,9 +25,9 @@ from ....spec.resolve import find_violations
 from .. import descriptions
 from ..operation import format_of
 from .asked import AskedMaker
-from .bits import Listed, Maker, maker_of
+from .bits import VARIABLE, Listed, Maker, maker_of
 from .compiled import is_traced_call
-from .mask import Masks, Sizes
+from .mask import MOST_BYTES, Masks, Sizes
 from .operator import traced_mask
 from .program import Traced
 
@@ -156,9 +157,10 @@ def made_again(
     """
     captures, sources = read
     columns = known.learns and torch.is_grad_enabled()
+    most = bytes_named(VARIABLE, MOST_BYTES)  # which decides whether there are bits
 
     def make() -> Tensor:
-        own = columns, traced, *[(x.shape, x.stride()) for x in captures]
+        own = columns, most, traced, *[(x.shape, x.stride()) for x in captures]
         maker = known.makers.get(own)
         if maker is None:
             whole = replace(traced, captures=tuple(captures))
@@ -172,9 +174,11 @@ def made_again(
     if traced.key is None:
         return make()
     kinds = ("columns",) if columns else ("columns", "rows")
-    key = traced.key, known.sizes, device, shown is None
+    key = traced.key, known.sizes, device, shown is None, most
     sources = sources if shown is None else [*sources, shown]
-    return masks.kept(make, key, sources, device, kinds)
+    mask = masks.kept(make, key, sources, device, kinds)
+    # Of another call's, which asks its program, kernels that read bits can make nothing.
+    return make() if is_asked(mask) and not known.may_ask else mask
 
 
 def facts_of(arguments: Mapping[str, Any]) -> Facts | None:
