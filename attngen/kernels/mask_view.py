@@ -14,11 +14,13 @@ from .uses import FragmentUse
 class AskedMaskView:
     """A mask that kernels ask themselves. struct: C++, that of its program; captures: members of it
     that say where captured tensors lie, behind it; pair: C++, the pair of a row and a column of a
-    fragment."""
+    fragment; map: the function that finds which blocks rows see, empty where those who ask have
+    found that a block is shown in part."""
 
     struct: str
     captures: tuple[str, ...]
     pair: str
+    map: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class PairMaskView:
 
 
 def pair_mask_view(
-    problem: Problem, uses: dict[str, list[FragmentUse]], *, of_keys: bool = False
+    problem: Problem, uses: dict[str, list[FragmentUse]], *, of_keys: bool = False, map: str = ""
 ) -> PairMaskView | None:
-    """The mask of a kernel; None where it has none. of_keys: whether rows of fragments are keys."""
+    """The mask of a kernel; None where it has none. of_keys: whether rows of fragments are keys;
+    map: as `AskedMaskView` has it."""
     if not problem.attn_mask:
         return None
     tensor = "mask_columns" if of_keys else "mask_rows"
@@ -42,5 +45,5 @@ def pair_mask_view(
         assert program is not None
         captures = captured_members(program)
         pair = "column, row" if of_keys else "row, column"
-        return PairMaskView(tensor, AskedMaskView(use.fragment.struct, captures, pair))
+        return PairMaskView(tensor, AskedMaskView(use.fragment.struct, captures, pair, map))
     return PairMaskView(tensor, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -217,6 +218,8 @@ def test_kernels_that_ask_a_mask_name_its_program(found, arch) -> None:
             asks = "ask_mask<kN>" in source.text and "asked_mask.cuh" in source.text
             names = {each.name for each in source.kernel.fields}
             assert asks == bool(names & {"mask_rows", "mask_columns"})
+            whole = re.search(r"seen_(keys|queries)\(.*is_full<k|next\.?_?whole", source.text)
+            assert bool(whole) == asks, "blocks that are shown whole are asked, too"
             assert not any(each.startswith("arg_") for each in names), (
                 "no call passes what it reads"
             )

@@ -14,6 +14,18 @@ struct MaskPair {
   int j;
 };
 
+// The bits of a fragment all of whose pairs take part.
+template <int kN>
+ATTNGEN_HD MaskBits<kN> whole_mask() {
+  MaskBits<kN> found;
+  ATTNGEN_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    ATTNGEN_UNROLL
+    for (int word = 0; word < MaskBits<kN>::kWords; ++word) found.words[half][word] = ~0u;
+  }
+  return found;
+}
+
 // The bits of a thread's two rows, `row` and 8 below it, in a fragment of kN columns from `column`
 // on, of `rows` that there are. sees(row, column): whether the pair takes part.
 template <int kN, class Sees>

@@ -182,7 +182,7 @@ def backward_view(
         queries=queries,
         keys=keys,
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
-        pair_mask=pair_mask_view(problem, uses, of_keys=True),
+        pair_mask=pair_mask_view(problem, uses, of_keys=True, map="seen_queries"),
         listed=problem.listed,
         dropout=problem.dropout,
         varlen=problem.varlen,

@@ -251,7 +251,7 @@ def forward_view(
         by_token=problem.token_scales,
         by_row_tile=problem.token_scales or tile is not None,
         scale_places=scale_places_of(problem),
-        pair_mask=pair_mask_view(problem, uses),
+        pair_mask=pair_mask_view(problem, uses, map="seen_keys"),
         listed=problem.listed,
         walk=LISTED_WALK if problem.listed else PLAIN_WALK,
         stops_at_bits=problem.attn_mask and masks.bounds_left,
