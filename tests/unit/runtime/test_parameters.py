@@ -45,7 +45,7 @@ OTHER = TARGETS["sm_80"]  # whose kernels are of another family
 NUMBERS = ("i32", "f32", "i64")
 RESULTS = {*OF_JOINS, "max_logit", "amax_s", "amax_o"}
 MASK = "capture int32 1 i\nload i 0 i\nload i 0 j\neq b v0 v1\nvalue v2\nslope f:0.0"  # documents
-PARTS_OF_MASKS = {"mask_row_map", "mask_column_map", "mask_blocks", "mask_shown"}
+PARTS_OF_MASKS = {"mask_row_map", "mask_column_map", "mask_blocks", "mask_shown", "mask_state"}
 RESULTS |= {"dq", "dk", "dv", "dbias", "dlearned", *MAXIMA}
 GRADIENTS = {"d_o", "dlse", *BACKWARD_SCALES}  # that a backward is given
 

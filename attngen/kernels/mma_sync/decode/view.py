@@ -100,7 +100,8 @@ def decode_view(
         unit, of_unit = 32, "ceil_div(kVSteps, 2)"
     shares = plan.row_tiles > 1
     member = "member()" if shares else "warp"
-    single = {role: fragment_view(uses[role][0]) for role in uses if role not in ("mask", "score")}
+    several = ("mask", "asked", "score")
+    single = {role: fragment_view(uses[role][0]) for role in uses if role not in several}
     return MmaDecodeView(
         kernel=kernel,
         headers=headers_of(problem),

@@ -128,7 +128,8 @@ def decode_view(
 ) -> DecodeView:
     """The view of the kernel that reads the keys of `problem` as its plan says."""
     widens = problem.widens
-    single = {role: fragment_view(uses[role][0]) for role in uses if role not in ("mask", "score")}
+    several = ("mask", "asked", "score")
+    single = {role: fragment_view(uses[role][0]) for role in uses if role not in several}
     return DecodeView(
         kernel=kernel,
         headers=headers_of(problem, plan),
