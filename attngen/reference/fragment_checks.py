@@ -8,20 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..call.fragment_checks import naming_violations
 from ..call.fragments import (
-    KNOWN,
     FragmentOperand,
-    is_mask,
     is_number,
     misplaced,
-    no_mask,
     number_wanted,
     operands_of,
 )
 from ..call.table import AttentionCall
 from ..fragments.header import CAPTURED
-from ..spec.attention_spec import AttentionSpec
-from ..spec.fragment_checks import check_fragments
 from ..spec.masks import PLAIN_MASKS
 from .fp8_checks import FLOATS
 from .operands import Operands
@@ -37,12 +33,7 @@ def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     if isinstance(mask := cast(object, call.mask), Tensor):
         yield f"mask needs a name; got {shape_of(mask)}. Pass booleans a pair as attn_mask."
         return
-    if not is_mask(call.mask):
-        yield no_mask(call.mask)
-        return
-    named = call.score_mod if isinstance(call.score_mod, str) else False
-    spec = AttentionSpec(head_dim=1, mask=call.mask, score_mod=named)
-    wrong = [f"{violation.reason}." for violation in check_fragments(spec, KNOWN)]
+    wrong = naming_violations(call)
     yield from wrong
     if not wrong:
         yield from _argument_violations(call, operands)

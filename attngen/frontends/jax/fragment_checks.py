@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ...call.fragment_checks import naming_violations
 from ...call.fragments import (
-    KNOWN,
     FragmentOperand,
-    is_mask,
     is_number,
     misplaced,
-    no_mask,
     number_wanted,
     operands_of,
 )
 from ...call.table import AttentionCall
 from ...io.text import quoted
-from ...spec.attention_spec import AttentionSpec
-from ...spec.fragment_checks import check_fragments
 from ...spec.masks import PLAIN_MASKS
 
 IsArray = Callable[[object], bool]
@@ -29,11 +25,7 @@ def fragment_violations(call: AttentionCall, is_array: IsArray) -> Iterator[str]
     named = call.score_mod if isinstance(call.score_mod, str) else False
     if call.mask in PLAIN_MASKS and named is False and not call.fragment_arguments:
         return
-    if not is_mask(call.mask):
-        yield no_mask(call.mask)
-        return
-    spec = AttentionSpec(head_dim=1, mask=call.mask, score_mod=named)
-    wrong = [f"{violation.reason}." for violation in check_fragments(spec, KNOWN)]
+    wrong = naming_violations(call)
     yield from wrong
     if not wrong:
         yield from _argument_violations(call, is_array)
