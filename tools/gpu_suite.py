@@ -25,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attngen.targets import target  # noqa: E402  # a checkout not installed, too
+from attngen.compiler import cutlass  # noqa: E402  # a checkout not installed, too
+from attngen.targets import target  # noqa: E402
 from tools import gpu_results  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (gpus := gpu_names()):
         parser.error("needs a CUDA device, and nvidia-smi names none")
+    if cutlass.version() is None:
+        parser.error(f"needs {cutlass.PACKAGE}: kernels of mma.sync compile with its headers")
     return run(options, gpus)
 
 

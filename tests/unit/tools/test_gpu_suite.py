@@ -99,6 +99,15 @@ def deaf() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def test_nothing_runs_where_kernels_would_not_compile(monkeypatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_suite, "gpu_names", lambda: ["0"])
+    monkeypatch.setattr(gpu_suite.cutlass, "version", lambda: None)
+    logs = tmp_path / "logs"
+    with pytest.raises(SystemExit, match="2"):
+        gpu_suite.main(["-o", str(tmp_path / "out.json"), "--logs", str(logs)])
+    assert "needs nvidia-cutlass" in capsys.readouterr().err and not logs.exists()
+
+
 def test_parts_that_reach_the_limit_are_interrupted(deaf: None, tmp_path: Path) -> None:
     said = tmp_path / "said.txt"
     part = gpu_suite.start([sys.executable, "-c", WAITS], ["0"], said)
