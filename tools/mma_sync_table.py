@@ -1,4 +1,4 @@
-"""The guide's tables of docs/results/mma-sync.json and mma-sync-narrow.json."""
+"""The guide's tables of docs/results/mma-sync.json and mma-sync-compile.json."""
 
 from __future__ import annotations
 
