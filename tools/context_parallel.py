@@ -6,16 +6,17 @@
     python tools/context_parallel.py simulate
     python tools/context_parallel.py memory
 
-`check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
-largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
-Runs repeat, bit by bit. `bench` (tools/context_bench.py): the time of a forward and of a forward
-with its backward, beside an equal share of one GPU's. Both have one pool of processes
-(tools/context_pool.py): a case that raises, ends a process, or takes longer than `--limit` is
-wrong, and the next one has new processes; under torchrun each goes through all cases by itself.
-`simulate`: each rank's kernels, merges and sums by p2p, one rank after another on one GPU, without
-messages, beside that share, which is timed before and behind each of them; the longest rank's time
-counts. `memory`: what a rank of 8 allocates beside its operands for 1M tokens, forward and
-backward, without messages. All write docs/results/context-parallel.json, by the first rank.
+`check` (tools/context_check.py): each case by its strategy, with gradients, against one call in
+float64 over the whole. Runs repeat, bit by bit. With `--device cpu` processes of the reference
+exchange messages by gloo: all but long cases, of which nothing is written. `bench`
+(tools/context_bench.py): the time of a forward and of a forward with its backward, beside an equal
+share of one GPU's. Both have one pool of processes (tools/context_pool.py): a case that raises,
+ends a process, or takes longer than `--limit` is wrong, and the next one has new processes; under
+torchrun each goes through all cases by itself. `simulate`: each rank's kernels, merges and sums by
+p2p, one rank after another on one GPU, without messages, beside that share, which is timed before
+and behind each of them; the longest rank's time counts. `memory`: what a rank of 8 allocates beside
+its operands for 1M tokens, forward and backward, without messages. All write docs/results/context-
+parallel.json, by the first rank.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -37,174 +36,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
-from attngen import parallel  # noqa: E402
-from attngen.call.context.order import Order, OrderName  # noqa: E402
-from tools.context_bench import COMMS, SHAPES, lengths_of, results, rows  # noqa: E402
+from attngen.call.context.order import Order  # noqa: E402
+from tools.context_bench import SHAPES, lengths_of, results, rows  # noqa: E402
+from tools.context_check import TOKENS, USUAL, cases, check  # noqa: E402
 from tools.context_pool import Pool  # noqa: E402
 from tools.graphs import among, captured, turns  # noqa: E402
 from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
-HEADS, HEADS_KV, DIM = 16, 8, 128
 WINDOWS = 7  # in which each call is timed
-TOKENS = 8192  # of a rank, simulated
 SIMULATED, PACKED = (2, 4, 8), 16  # ranks; and sequences of packed calls
 LONG = 1 << 20  # tokens, of which memory is measured
-LONG_CHECKED = 4096  # tokens of whose calls all heads are held in float64 at once
-INNER, MOST_LONG = 2, 4  # ranks: that exchange heads by a2a+p2p; whose long calls are checked
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call: its strategy and order, positions of each packed sequence, or of one dense one, and
-    what else it says. padded: whether several are a batch of as many positions as the longest."""
-
-    comm: parallel.Comm
-    order: OrderName = "dual_chunk"
-    lengths: tuple[int, ...] = (1536,)
-    given: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
-    padded: bool = False
-
-    def __str__(self) -> str:
-        words = [self.comm, self.order, *map(str, self.lengths), *map(str, self.given.items())]
-        words += ["padded"] * self.padded
-        return " ".join([*words, *[str(self.dtype)] * (self.dtype != torch.bfloat16)])
-
-    @property
-    def batch(self) -> tuple[int, int]:
-        """How many sequences operands have, and of how many positions; packed ones are one."""
-        return (len(self.lengths), max(self.lengths)) if self.padded else (1, sum(self.lengths))
-
-    @property
-    def sequences(self) -> dict[str, Any]:
-        """Arguments of packed or padded sequences."""
-        if len(self.lengths) == 1:
-            return {}
-        if self.padded:
-            used = torch.tensor(self.lengths, dtype=torch.int32)
-            return {"seqused_q": used, "seqused_kv": used}
-        ends = torch.tensor([*accumulate(self.lengths, initial=0)], dtype=torch.int32)
-        return {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-
-
-def cases(ranks: int) -> Iterator[Case]:
-    """Masks and features, each by every strategy that serves it so many ranks."""
-    dropped = {"dropout_p": 0.1, "alibi_slopes": True}
-    features: list[dict[str, Any]] = [
-        {},
-        {"mask": "causal"},
-        {"mask": "causal_bottom_right", "softcap": 30.0},
-        {"window": (300, 40)},
-        {"mask": "causal", **dropped},
-        {"mask": "causal", "window": (512, 0)},
-        {"mask": "causal", "softmax": "off_by_one", "deterministic": True},
-    ]
-    causal = {"mask": "causal"}
-    comms: list[parallel.Comm] = [*COMMS]
-    if ranks % INNER == 0 and ranks > INNER:
-        comms.append("a2a+p2p")
-    for comm in comms:
-        yield from (Case(comm, given=given) for given in features)
-        yield Case(comm, "contiguous", given=causal)
-        yield Case(comm, lengths=(512, 256, 1280), given=causal)
-        yield Case(comm, lengths=(512, 256, 1280), given={"mask": "causal", **dropped})
-        for given in ({}, {"window": (300, 40)}, {"mask": "causal", "window": (512, 0)}):
-            yield Case(comm, lengths=(512, 256, 1280), given=given)
-            yield Case(comm, lengths=(500, 250, 1280), given=given, padded=True)
-        yield Case(comm, lengths=(500, 250, 1280), given=causal, padded=True)
-        if not comm.startswith("a2a"):  # which have no rows of a bias
-            biased = {"mask": "causal", "bias": True}
-            yield Case(comm, lengths=(500, 250, 1280), given=biased, padded=True)
-        yield Case(comm, given=causal, dtype=torch.float16)
-    for stripes in ("p2p", "a2a"):
-        yield from (Case(stripes, "striped", given=given) for given in ({}, causal))
-        yield Case(stripes, "striped", lengths=(512, 256, 1280), given=causal)
-    if ranks <= MOST_LONG:  # as many queries a rank as let most of them wait for their keys
-        long = (TOKENS * ranks,)
-        yield Case("p2p", "dual_chunk", long, causal)
-        yield Case("p2p", "contiguous", long, causal)
-
-
-def tensors(
-    length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16, dim: int = DIM
-) -> list[Tensor]:
-    """q, k, v and the output's gradient of the whole, the same on every rank."""
-    generator = torch.Generator("cuda").manual_seed(3)
-    sizes = (HEADS, HEADS_KV, HEADS_KV, HEADS)
-    return [
-        torch.randn(batch, length, heads, dim, device="cuda", generator=generator).to(dtype)
-        for heads in sizes
-    ]
-
-
-def check(case: Case) -> dict[str, Any]:
-    """The largest errors of a case over all ranks, those of one call, and whether bits repeat."""
-    count, length = case.batch
-    *operands, d_out = tensors(length, count, case.dtype)
-    given = {**case.given, **case.sequences}
-    packed = "layout" in given
-    if "dropout_p" in given:
-        given["rng_state"] = torch.tensor((5, 6), device="cuda")
-    if packed:
-        *operands, d_out = (x.squeeze(0) for x in (*operands, d_out))
-    dim, ends = (0, given["cu_seqlens_q"]) if packed else (1, None)
-    cut: dict[str, Any] = {"dim": dim, "order": case.order, "cu_seqlens": ends}
-    *own, own_d_out = (parallel.shard(x, None, **cut) for x in (*operands, d_out))
-    spread: dict[str, Any] = {"comm": case.comm, "order": case.order, "backend": "cuda"}
-    group = groups_of_two() if case.comm == "a2a+p2p" else None
-
-    if "bias" in given:
-        given["bias"] = tensors(length, dim=length)[0].transpose(1, 2)
-        spread["bias"] = parallel.shard(given["bias"], None, 2)
-
-    def over_group(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return parallel.attention(q, k, v, group=group, **{**given, **spread})
-
-    found = results(over_group, own, own_d_out)
-    again = results(over_group, own, own_d_out)
-    whole = [parallel.unshard(x, None, **cut) for x in found]
-    given |= {name: x.cuda() for name, x in case.sequences.items() if isinstance(x, Tensor)}
-    one = results(partial(attngen.attention, **given, backend="cuda"), operands, d_out)
-    exact = definition(operands, d_out, given)
-    errors = {}
-    for name, got, alone, truth in zip(("out", "dq", "dk", "dv"), whole, one, exact, strict=True):
-        error, of_one = (float((x.double() - truth).abs().max()) for x in (got, alone))
-        allowed = 2 * of_one + 1e-3 * float(truth.abs().max())
-        errors[name] = {"error": error, "of one call": of_one, "allowed": allowed}
-    same = torch.tensor(all(torch.equal(a, b) for a, b in zip(found, again, strict=True)))
-    same = same.cuda().int()
-    dist.all_reduce(same, dist.ReduceOp.MIN)
-    right = all(x["error"] <= x["allowed"] for x in errors.values())
-    repeats = bool(same) or not given.get("deterministic")
-    return {"case": str(case), "right": right and repeats, "errors": errors, "same": bool(same)}
-
-
-def definition(operands: list[Tensor], d_out: Tensor, given: dict[str, Any]) -> list[Tensor]:
-    """Output and gradients in float64: of long calls, a head of keys after another."""
-    by_definition = partial(attngen.attention, **given, backend="reference")
-    *doubles, d_double = (x.double() for x in (*operands, d_out))
-    if d_out.shape[-3] <= LONG_CHECKED:
-        return results(by_definition, doubles, d_double)
-    pieces = [[*x.chunk(HEADS_KV, -2)] for x in (*doubles, d_double)]
-    made = [
-        results(by_definition, [*own], own_d_out) for *own, own_d_out in zip(*pieces, strict=True)
-    ]
-    return [torch.cat(x, -2) for x in zip(*made, strict=True)]
-
-
-@cache
-def groups_of_two() -> tuple[Any, Any]:
-    """The inner and the outer group of this rank."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    inner = [[*range(first, first + INNER)] for first in range(0, ranks, INNER)]
-    outer = [[*range(first, ranks, INNER)] for first in range(INNER)]
-    found = {tuple(members): dist.new_group(members) for members in (*inner, *outer)}
-    own, across = (next(x for x in side if rank in x) for side in (inner, outer))
-    return found[tuple(own)], found[tuple(across)]
 
 
 def simulate(shape: str, ranks: int, sequences: int = 1) -> dict[str, Any]:
@@ -260,7 +104,7 @@ def simulate(shape: str, ranks: int, sequences: int = 1) -> dict[str, Any]:
 
 def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     """Bytes that a rank allocates at most beside its operands, and those of its own q, k and v."""
-    *operands, d_out = tensors(length)
+    *operands, d_out = USUAL.operands(length)
     order, given = Order("dual_chunk", ranks), {"mask": "causal"}
     rank, *_ = ranks_of(order, operands, given, [], keeps_regions=False)
     d_out = d_out[:, : length // ranks].clone()
@@ -293,11 +137,12 @@ def work(asked: tuple[str, Any]) -> dict[str, Any]:
 def in_pool(options: argparse.Namespace) -> int:
     """The cases or the times of a pool of processes, a GPU each, printed and written as they come.
     Returns: how many are wrong."""
-    asked: list[Any] = [*cases(options.gpus)]
+    on_cpu = options.device == "cpu"
+    asked: list[Any] = [x for x in cases(options.gpus) if not (on_cpu and x.long)]
     if options.what == "bench":
         pairs = [(length, shape) for length in options.lengths for shape in options.shapes]
         asked = [(*pair, options.rounds, options.sequences) for pair in pairs]
-    pool, lines = Pool(options.gpus, "nccl", work, options.limit), []
+    pool, lines = Pool(options.gpus, "gloo" if on_cpu else "nccl", work, options.limit), []
     for case in asked:
         found = pool.run((options.what, case))
         if found.fault:
@@ -308,7 +153,8 @@ def in_pool(options: argparse.Namespace) -> int:
                 line["right"] = all(each["right"] for each in found.results)
         lines.append(line)
         print(line["case"] if line.get("right") else line, flush=True)
-        write(options.output, name_of(options, options.gpus), lines)
+        if not on_cpu:
+            write(options.output, name_of(options, options.gpus), lines)
     pool.close()
     return summed(lines)
 
@@ -350,8 +196,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of bench")
     parser.add_argument("--sequences", type=int, default=1, help="of bench, packed if several")
     parser.add_argument("--gpus", type=int, help="of check and bench; default: all of the host")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: of check")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
     options = parser.parse_args()
+    if options.device == "cpu":
+        if options.what != "check" or not options.gpus:
+            parser.error("--device cpu is of check, and takes --gpus, how many processes")
+        return 1 if in_pool(options) else 0
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     if options.what == "simulate":
