@@ -164,8 +164,9 @@ def test_calls_that_share_a_schedule_share_their_masks() -> None:
     schedule, mod = attngen.Schedule(), islands(oracle.DEVICE)
 
     def made(**arguments: Any) -> int:
-        wraps = callable_bits.start
-        with torch.no_grad(), mock.patch.object(callable_bits, "start", wraps=wraps) as spy:
+        name = "start_on_its_device"
+        counted = mock.patch.object(callable_bits, name, wraps=getattr(callable_bits, name))
+        with torch.no_grad(), counted as spy:
             attngen.attention(q, k, v, mask_mod=mod, backend="cuda", **arguments)
         return spy.call_count
 

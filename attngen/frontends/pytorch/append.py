@@ -18,7 +18,7 @@ from ...call.taking import taking
 from ...errors import SpecError
 from ...reference import append as definition
 from .descriptions import described, device_arch, device_of
-from .operation import current, format_of, is_current, start, unobserved
+from .operation import format_of, start_on_its_device, unobserved
 from .registry import operator
 from .routing import leave_kernels
 from .torch_private import guard
@@ -132,11 +132,7 @@ def append(*given: Any) -> None:
     if not prepared.launches:
         return
     pointers = [x.data_ptr() for x in tensors if x is not None]
-    if is_current(prepared.device):
-        start(prepared, pointers)
-        return
-    with current(prepared.device):
-        start(prepared, pointers)
+    start_on_its_device(prepared, pointers)
 
 
 def _prepare(

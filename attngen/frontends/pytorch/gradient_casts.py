@@ -24,7 +24,7 @@ from ...call.tensors import name_of
 from ...reference import fp8_scales as definition
 from .descriptions import device_of
 from .narrow import SIXTEEN_BITS, bytes_of, is_dense, stores_8_bits
-from .operation import current, empty, format_of, is_current, start
+from .operation import current, empty, format_of, is_current, start, start_on_its_device
 from .registry import operator
 from .signature import dtype_of
 from .torch_private import guard, is_plain, undisturbed
@@ -161,11 +161,7 @@ def end_step(
         )
         prepared_steps.note(made, tensors, prepared)
     pointers = [x.data_ptr() for x in tensors]
-    if is_current(prepared.device):
-        start(prepared, pointers)
-    else:
-        with current(prepared.device):
-            start(prepared, pointers)
+    start_on_its_device(prepared, pointers)
     return None
 
 

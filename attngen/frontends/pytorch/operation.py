@@ -121,6 +121,18 @@ def start(
     return workspace
 
 
+def start_on_its_device(prepared: Launches, pointers: list[int]) -> None:
+    """Launch kernels that have no results of their own, whichever device is current.
+
+    pointers: addresses of what they read and write. Raises: LaunchError.
+    """
+    if is_current(prepared.device):
+        start(prepared, pointers)
+        return
+    with current(prepared.device):
+        start(prepared, pointers)
+
+
 def _fill(tensor: Tensor, output: Output, operands: dict[str, Tensor | None]) -> None:
     if isinstance(output.rest, str):
         per_head = operands[output.rest]

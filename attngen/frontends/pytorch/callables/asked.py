@@ -16,7 +16,7 @@ from ....call.tensors import TensorDesc
 from ....errors import SpecError
 from ....fragments.mask_lowering import STATE_STEP, state_bytes
 from ..descriptions import device_of
-from ..operation import current, is_current, start
+from ..operation import start_on_its_device
 from .mask import Sizes
 from .program import Traced
 
@@ -66,11 +66,7 @@ class AskedMaker:
                 behind = room[each.start : each.start + size].view(x.dtype).view(kept)
                 behind.copy_(x.as_strided(kept, x.stride(), x.storage_offset()))
                 pointers.append(behind.data_ptr())
-        if is_current(self.prepared.device):
-            start(self.prepared, pointers)
-        else:
-            with current(self.prepared.device):
-                start(self.prepared, pointers)
+        start_on_its_device(self.prepared, pointers)
         return made
 
 

@@ -21,7 +21,7 @@ from ....fragments.features import register_program
 from ....fragments.program import Program
 from ....reference.masks import listed_blocks
 from ..descriptions import described, device_of
-from ..operation import current, format_of, is_current, start
+from ..operation import format_of, start_on_its_device
 from ..torch_private import guard
 from .asked import AskedMaker, asked_maker_of
 from .mask import MOST_BYTES, Sizes, places_of
@@ -84,11 +84,7 @@ class Maker:
             pointers.append(self.block_states.data_ptr())
         if shown is not None:
             pointers.append(shown.data_ptr())
-        if is_current(self.prepared.device):
-            start(self.prepared, pointers)
-        else:
-            with current(self.prepared.device):
-                start(self.prepared, pointers)
+        start_on_its_device(self.prepared, pointers)
         return made
 
 
