@@ -42,12 +42,18 @@ class Shape(NamedTuple):
     dim: int
     dim_v: int
 
-    def operands(self, length: int) -> list[Tensor]:
+    def operands(
+        self,
+        length: int,
+        batch: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
+    ) -> list[Tensor]:
         """q, k, v and the output's gradient of the whole, the same on every rank."""
-        generator = torch.Generator("cuda").manual_seed(3)
+        generator = torch.Generator(device).manual_seed(3)
         sizes = (self.heads, self.dim), (self.heads_kv, self.dim), (self.heads_kv, self.dim_v)
         return [
-            torch.randn(1, length, *size, device="cuda", generator=generator, dtype=torch.bfloat16)
+            torch.randn(batch, length, *size, device=device, generator=generator, dtype=dtype)
             for size in (*sizes, (self.heads, self.dim_v))
         ]
 

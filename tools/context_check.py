@@ -117,25 +117,13 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case("p2p", "contiguous", long, causal)
 
 
-def tensors(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k, v and the output's gradient of the whole, the same on every rank."""
-    heads, heads_kv, dim, dim_v = case.shape
-    sizes = (heads, dim), (heads_kv, dim), (heads_kv, dim_v), (heads, dim_v)
-    return [normal((*case.batch, *size), seed, dtype, device) for seed, size in enumerate(sizes)]
-
-
-def normal(size: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of a normal distribution, the same on every rank."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(size, device=device, generator=generator).to(dtype)
-
-
 def check(case: Case) -> dict[str, Any]:
     """The largest errors of a case over all ranks, those of one call, and whether bits repeat."""
     on_cpu = dist.get_backend() == "gloo"
-    device, backend = torch.device("cpu" if on_cpu else "cuda"), "reference" if on_cpu else "cuda"
+    device, backend = ("cpu", "reference") if on_cpu else ("cuda", "cuda")
     dtype = torch.float32 if on_cpu else case.dtype
-    *operands, d_out = tensors(case, dtype, device)
+    count, length = case.batch
+    *operands, d_out = case.shape.operands(length, count, dtype, device)
     given = {**case.given, **case.sequences}
     packed = "layout" in given
     if "dropout_p" in given:
@@ -149,8 +137,11 @@ def check(case: Case) -> dict[str, Any]:
     group = groups_of_two() if case.comm == "a2a+p2p" else None
 
     if "bias" in given:
-        length = case.batch[1]
-        given["bias"] = normal((1, case.shape.heads, length, length), 4, dtype, device)
+        generator, size = (
+            torch.Generator(device).manual_seed(4),
+            (1, case.shape.heads, length, length),
+        )
+        given["bias"] = torch.randn(size, device=device, generator=generator, dtype=dtype)
         spread["bias"] = parallel.shard(given["bias"], None, 2)
 
     def over_group(q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -8,15 +8,15 @@
 
 `check` (tools/context_check.py): each case by its strategy, with gradients, against one call in
 float64 over the whole. Runs repeat, bit by bit. With `--device cpu` processes of the reference
-exchange messages by gloo: all but long cases, of which nothing is written. `bench`
+exchange messages by gloo over all but long cases, and nothing is written. `bench`
 (tools/context_bench.py): the time of a forward and of a forward with its backward, beside an equal
 share of one GPU's. Both have one pool of processes (tools/context_pool.py): a case that raises,
 ends a process, or takes longer than `--limit` is wrong, and the next one has new processes; under
 torchrun each goes through all cases by itself. `simulate`: each rank's kernels, merges and sums by
 p2p, one rank after another on one GPU, without messages, beside that share, which is timed before
 and behind each of them; the longest rank's time counts. `memory`: what a rank of 8 allocates beside
-its operands for 1M tokens, forward and backward, without messages. All write docs/results/context-
-parallel.json, by the first rank.
+its operands for 1M tokens, forward and backward, without messages. All write
+docs/results/context-parallel.json, by the first rank.
 """
 
 from __future__ import annotations

@@ -77,8 +77,9 @@ def test_cases_without_results_and_of_one_wrong_rank_are_wrong(monkeypatch, tmp_
     written: list[object] = []
     monkeypatch.setattr(context_parallel, "Pool", Known)
     monkeypatch.setattr(context_parallel, "write", lambda *given: written.append(given))
-    options = argparse.Namespace(what="check", gpus=2, limit=1.0, output=tmp_path / "found")
-    options.device = "cuda"
+    options = argparse.Namespace(
+        what="check", gpus=2, device="cuda", limit=1.0, output=tmp_path / "found"
+    )
     assert context_parallel.in_pool(options) == 2
     _, name, lines = written.pop()  # type: ignore[misc]
     first, second, *others = lines

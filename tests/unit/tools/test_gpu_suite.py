@@ -91,14 +91,6 @@ def test_nothing_runs_where_there_is_no_gpu(
     assert "nvidia-smi names none" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
-@pytest.fixture
-def deaf() -> Iterator[None]:
-    """Interrupts are ignored, as in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_nothing_runs_where_kernels_would_not_compile(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_suite, "gpu_names", lambda: ["0"])
     monkeypatch.setattr(gpu_suite.cutlass, "version", lambda: None)
@@ -106,6 +98,14 @@ def test_nothing_runs_where_kernels_would_not_compile(monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit, match="2"):
         gpu_suite.main(["-o", str(tmp_path / "out.json"), "--logs", str(logs)])
     assert "needs nvidia-cutlass" in capsys.readouterr().err and not logs.exists()
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """Interrupts are ignored, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_parts_that_reach_the_limit_are_interrupted(deaf: None, tmp_path: Path) -> None:
